@@ -1,7 +1,7 @@
-"""Settings of all tests of a run, made before anything reads them.
+"""Settings for every test run, made before any module reads them.
 
-One thread a process: several Ray workers and tests share few cores, and OpenMP teams that spin starve each other. Where
-there is no GPU, Triton interprets kernels on CPU tensors.
+Each process uses one thread: several Ray workers and tests share few cores, and spinning OpenMP teams would starve
+each other. Without a GPU, Triton interprets kernels on CPU tensors.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("RAY_worker_niceness", "0")  # as `baton serve` sets it: with Ray's 15, other tests come first
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; processes of tests inherit it
+os.environ.setdefault("RAY_worker_niceness", "0")  # as `baton serve` sets it; Ray's 15 would put its processes last
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; child processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# A machine that does something else meanwhile is no failure; Hypothesis has it like that where `CI` is set.
+# A test must not fail because the machine is busy; Hypothesis has these settings where `CI` is set.
 if not os.environ.get("CI"):
     hypothesis.settings.register_profile("busy machine", deadline=None)
     hypothesis.settings.load_profile("busy machine")
 
-# Files whose tests start clusters: a machine has room for one of its own, and for one on hosts made of namespaces.
+# Files whose tests start Ray clusters: a machine can hold one local cluster, and one on hosts made of namespaces.
 ON_THIS_MACHINE = ("tests/cluster/",)
 ON_HOSTS = ("tests/chaos/test_chaos_on_hosts.py", "tests/hosts/test_hosts.py", "tests/hosts/test_ray_up.py")
 
 
 class Files(LoadFileScheduling):
-    """Several workers (`pytest -n auto --dist loadfile --no-loadscope-reorder`) take a file each, in this order:
+    """Order of test files: with `pytest -n auto --dist loadfile --no-loadscope-reorder` each worker takes the next one.
 
-    those that start clusters here    one worker's, one after the other; the others run everything else meanwhile
-    those with slow tests
-    those that make hosts             one worker's, one after the other, mostly when clusters here have ended
-    all others, those with the most tests first: with them all workers end at about the same time
+    files that start clusters here    one worker runs them one after the other; the others run everything else meanwhile
+    files with slow tests
+    files that make hosts             one worker runs them one after the other, mostly after the files with clusters
+    all others, most tests first      so that all workers end at about the same time
 
-    By name, as the process that hands out files knows no marks, and xdist's groups are lost with pytest 9.
+    Files are recognized by name: the process that hands them out knows no marks, and pytest 9 loses xdist's groups.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -77,7 +77,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"slice {chosen} of the tests marked `exhaustive`: SLICE={chosen} repeats it" if chosen else None
 
 
-@pytest.hookimpl(trylast=True)  # when `-m` and `-k` have chosen
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k` have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         must = item.get_closest_marker("cluster") or "machine_with_hosts" in item.fixturenames
@@ -98,13 +98,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from looking again and again at modules and tests: half a second of a core a time."""
+    """Exempt modules and tests from garbage collection: each pass over them would take half a second of CPU time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # else libraries call what they find at exit leaked
+    gc.unfreeze()  # otherwise libraries report what they find at exit as leaked
 
 
 def _keep_slice(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -129,7 +129,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def module_leaves_the_process_as_it_was() -> Iterator[None]:
-    """Fail where the fixtures of a module, or its tests, leave something changed that later ones meet."""
+    """Fail if a module's fixtures or tests leave process state changed for later modules."""
     before, modules = process_state(), module_state()
     yield
     if left := changes(before, process_state()) + replaced_names(modules):
@@ -138,7 +138,7 @@ def module_leaves_the_process_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_the_process_as_it_was(module_leaves_the_process_as_it_was: None) -> Iterator[None]:
-    """Begin with the same random numbers, and fail where a test leaves something changed that later ones meet."""
+    """Seed the random generators, and fail if a test leaves process state changed for later tests."""
     seed_randomness()
     before = process_state()
     yield
@@ -148,7 +148,7 @@ def leaves_the_process_as_it_was(module_leaves_the_process_as_it_was: None) -> I
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[MemberPool]:
-    """Processes that are members of groups; see `member_pool`."""
+    """Return the pool of processes that act as members of groups; see `member_pool`."""
     from .helpers.member_pool import MemberPool
 
     pool = MemberPool()
@@ -158,7 +158,7 @@ def pool() -> Iterator[MemberPool]:
 
 @pytest.fixture(scope="module")
 def machine_with_hosts() -> None:
-    """Skips where this machine cannot make hosts (`hosts/hosts.py`); continuous integration must not."""
+    """Skip where this machine cannot make hosts (`hosts/hosts.py`); in continuous integration, fail instead."""
     from .hosts.hosts import missing_here
 
     if why := missing_here():

@@ -38,7 +38,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PREFILL, DECODE = 100, 200  # what vLLM's engines of a pair add to the port
+PREFILL, DECODE = 100, 200  # offsets from the port to those of a vLLM pair's engines
 STARTS_S = 400.0
 ENDS_S = 60.0
 GIB = 1 << 30
@@ -52,15 +52,15 @@ FIGURES = ["output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms"
 def processes(
     commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], log: Path, one_gpu: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run commands, and end all of them; yields the last one, just started.
+    """Run commands, yield the last process once it has started, and end all of them afterwards.
 
-    Those that share a GPU start once the one before answers: how much memory it takes must be known by then.
+    Engines that share a GPU start one after the other: each must know how much memory the one before takes.
     """
     started: list[subprocess.Popen[bytes]] = []
     with log.open("ab") as out:
         try:
             for command, environment in zip(commands, environments, strict=True):
-                is_last = len(started) == len(commands) - 1  # the proxy of several answers at once
+                is_last = len(started) == len(commands) - 1  # the proxy of a pair answers at once
                 for before, process in zip(commands, started, strict=False) if one_gpu or is_last else ():
                     wait_until_ready(f"http://127.0.0.1:{before[before.index('--port') + 1]}", process)
                 variables = {**os.environ, **environment}
@@ -85,7 +85,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Raise `SystemExit` where no answer to /health comes in time, or the process ends."""
+    """Wait for /health. Raises `SystemExit` if no answer comes in time, or the process ends."""
     end_s = time.monotonic() + STARTS_S
     while time.monotonic() < end_s:
         if process.poll() is not None:
@@ -100,7 +100,7 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit(f"{url}/health does not answer")
 
 
-Commands = tuple[list[list[str]], list[dict[str, str]]]  # and what each adds to the environment
+Commands = tuple[list[list[str]], list[dict[str, str]]]  # commands, and the variables that each adds to its environment
 
 
 def baton(options: argparse.Namespace, folder: Path) -> Commands:
@@ -281,7 +281,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def num_prompts(length: str, clients: int) -> int:
-    """Return how many requests fill a server with so many clients for a while: long ones take longer."""
+    """Return how many requests keep a server with so many clients busy for a while: fewer if they are long."""
     rounds = (4 if sum(map(int, length.split("/"))) < 4096 else 2) / (2 if clients > 64 else 1)
     return max(6, round(rounds * clients))
 

@@ -46,7 +46,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Said:
-    """The measurements of a client. Times are milliseconds."""
+    """The figures that a client reports. Times are milliseconds."""
 
     client: str
     route: str
@@ -104,7 +104,7 @@ def baton(load: Load, route: str, folder: Path) -> Said:
 
 
 def _vllms(client: str, route: str, command: list[str], result: dict[str, Any]) -> Said:
-    """Return a result whose figures have vLLM's names."""
+    """Return a result with vLLM's names for its figures."""
     names = ("completed", "failed", "total_output_tokens", "output_throughput", "median_ttft_ms", "median_itl_ms")
     return Said(client, route, command, *(result[name] for name in names))
 
@@ -171,7 +171,7 @@ def page(load: Load, said: list[Said]) -> Iterator[str]:
 
 
 def _lines(words: list[str]) -> Iterator[str]:
-    """Break a command before options, so that its lines are no longer than 100 characters."""
+    """Break a command before options, so that its lines have at most 100 characters."""
     line = ""
     for word in map(shlex.quote, words):
         if line and word.startswith("--") and len(line) + len(word) > 60:

@@ -1,14 +1,13 @@
 """Check the prose of docstrings and of Markdown pages, and the names of classes; a part of `make lint`.
 
-* A docstring begins with a verb, with what the thing is, or with a formula: never with a word of `OPENINGS`, in tests
-  and tools neither. That of a product's function other than a property says what it does: it does not begin with a word
-  of `NO_VERBS`, either.
-* A line of Markdown ends at column 120. Tables, blocks of code, and a word or link that cannot be broken are free.
-* A cell of a table is a phrase: at most `CELL` characters, without the addresses of its links.
-* There is one class of a name, so that a reader need not ask which. Private ones may share a name with another package,
-  and within a folder, where files do the same for different things (`_State` of each parser).
+* A docstring begins with a verb, a noun or a formula, never with a word of `OPENINGS`, not even in tests and tools. In
+  the product, a function's docstring, unless it is a property, does not begin with a word of `NO_VERBS` either.
+* A line of Markdown ends at column 120, except in tables and code blocks, and for a word or link that cannot be broken.
+* A cell of a table has at most `CELL` characters, not counting the addresses of its links.
+* Class names are unique. Private classes may share a name with one of another package, or of the same folder, where
+  files do the same for different things (`_State` of each parser).
 
-Prints one line for each finding, as `file:line: what is wrong`, and ends with 1 where there is one. The argument is the
+Prints one line for each finding, as `file:line: what is wrong`, and exits with 1 if there is any. The argument is the
 root of the tree, by default this one.
 """
 
@@ -34,7 +33,7 @@ COLUMN = re.compile(r"(?<!\\)\|")
 def openings(source: str, *, of_product: bool = True) -> Iterator[tuple[int, str]]:
     """Yield the line and the first word of each docstring that begins with a word of `OPENINGS` or `NO_VERBS`.
 
-    The latter are looked for in the product only.
+    `NO_VERBS` apply to the product only.
     """
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -45,7 +44,7 @@ def openings(source: str, *, of_product: bool = True) -> Iterator[tuple[int, str
 
 
 def _acts(node: ast.AST) -> bool:
-    """Return whether it is a function, and no property."""
+    """Return whether the node is a function other than a property."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return False
     return not any(ast.unparse(each).endswith("property") for each in node.decorator_list)
@@ -86,7 +85,7 @@ def classes(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def second_classes(root: Path) -> Iterator[tuple[Path, int, str, Path]]:
-    """Yield file, line and name of each class whose name another file has, and that file."""
+    """Yield file, line and name of each class whose name an earlier file uses, and that file."""
     first: defaultdict[str, list[Path]] = defaultdict(list)
     for path in python_files(root):
         for line, name in classes(path):
@@ -97,7 +96,7 @@ def second_classes(root: Path) -> Iterator[tuple[Path, int, str, Path]]:
 
 
 def _may_share(root: Path, one: Path, other: Path) -> bool:
-    """Return whether two files may have a private class of one name."""
+    """Return whether two files may have private classes of the same name."""
     return one.parent == other.parent or one.relative_to(root).parts[0] != other.relative_to(root).parts[0]
 
 

@@ -1,8 +1,8 @@
-"""Write the pages of docs/reference that follow from the code: `make docs`. With `--check`, say which are stale.
+"""Generate the parts of docs/reference that follow from the code: `make docs`. `--check` names stale ones.
 
 cli.md       the `baton` command: every command, argument and option
-metrics.md   what processes export: names, kinds, labels
-http.md      its table of routes, between two comments; the rest of the page is written by hand
+metrics.md   the metrics that processes export: names, kinds, labels
+http.md      the table of routes, between two comments; the rest of the page is written by hand
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def cli_page() -> str:
 
 
 def leaves(command: object, path: str) -> Iterator[tuple[str, TyperCommand]]:
-    """Yield each command that does something, with the words that name it."""
+    """Yield each command without subcommands, with the words that name it."""
     if isinstance(command, TyperGroup):
         for name, each in command.commands.items():
             yield from leaves(each, f"{path} {name}")
@@ -87,7 +87,7 @@ def summary(command: TyperCommand) -> str:
 
 
 def section(path: str, command: TyperCommand) -> str:
-    """Return a command's part of the page: what its help says, and its parameters as a table."""
+    """Return a command's section of the page: its help, and its parameters as a table."""
     params = [each for each in command.params if isinstance(each, TyperArgument | TyperOption) and each.name != "help"]
     rows = [(f"`{spelling(each)}`", default_of(each), cell(each.help or "")) for each in params]
     said = [paragraph(part) for part in (command.help or "").split("\n\n")]
@@ -95,7 +95,7 @@ def section(path: str, command: TyperCommand) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Return a paragraph of help; a line of the shell as a block of code."""
+    """Return a paragraph of help; a shell command becomes a code block."""
     if re.match(r"baton [a-z]+ ", text):
         return f"```sh\n{text}\n```"
     return "\n".join(textwrap.wrap(plain(text), 120, break_long_words=False, break_on_hyphens=False))
@@ -108,7 +108,7 @@ def spelling(param: TyperArgument | TyperOption) -> str:
 
 
 def default_of(param: TyperArgument | TyperOption) -> str:
-    """Return the default: what the code has, or else what the help says of it in brackets."""
+    """Return a parameter's default: from the code, or else from the brackets in its help."""
     said = re.search(r"\[default: ([^\]]*)\]", param.help or "")
     if said:
         return said[1]
@@ -119,7 +119,7 @@ def default_of(param: TyperArgument | TyperOption) -> str:
 
 
 def plain(text: str) -> str:
-    """Return help without the marks of the terminal."""
+    """Return help without terminal markup."""
     return " ".join(re.sub(r"\s*\[default: [^\]]*\]", "", text).split())
 
 
@@ -157,14 +157,14 @@ def metrics_page() -> str:
 
 
 def sample_status() -> Status:
-    """Return the status of an engine that has everything of which there are metrics."""
+    """Return the status of an engine that has every optional part, so that all metrics appear."""
     absent = ("num_late_compilations", "experts", "tiers", "step_times", "speculation")
     counts: dict[str, Any] = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
     return Status(1, EngineStats(**counts, tiers=TierStats(), speculation=SpeculationStats()), TransferStats())
 
 
 def rows(collectors: Iterable[Collector], without: Sequence[str] = ()) -> list[tuple[str, ...]]:
-    """Return a row for each family that the collectors have, by name."""
+    """Return a table row for each metric family of the collectors, by name."""
     found = [
         row(family, getattr(family, "_labelnames", ()) or getattr(collector, "_labelnames", ()), without)
         for collector in collectors
@@ -192,7 +192,7 @@ def http_page() -> str:
 
 
 def routes() -> Iterator[tuple[str, str, str]]:
-    """Yield path, methods, and whether a request without a key is refused."""
+    """Yield path, methods, and whether the route refuses requests without a key."""
     client = SimpleNamespace(engines=list, listed=lambda: DirectorySnapshot(1, [], []), counters=ClientCounters)
     settings = GatewaySettings(api_keys=["key"])
     gateway = create_app(client, ServedModel.from_folder(MODEL), settings)

@@ -1,7 +1,7 @@
-"""`make chaos SECONDS=1800 SEED=1`: faults at random on three hosts under load, until the time is over.
+"""`make chaos SECONDS=1800 SEED=1`: random faults on three hosts under load, until the time is over.
 
-Prints the schedule, a line a fault, and a last line of figures; writes them as JSON with `--json`. Ends with 1 where
-something did not hold that must.
+Prints the schedule, a line for each fault, and a summary; writes the figures as JSON with `--json`. Exits with 1 if a
+requirement was violated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from .load import Answerer, Quiz
 from .schedule import make_schedule
 
 QUESTIONS = 64
-SHORTEST_S = 10.0  # of any fault with its load: a schedule of one fault each so many seconds is long enough
-MIN_ACCURACY = 0.95  # of the demo model, undisturbed
+SHORTEST_S = 10.0  # least time of a fault with its load: a schedule with a fault per so many seconds is long enough
+MIN_ACCURACY = 0.95  # share of right answers of the demo model without faults
 
 
 def run(seconds: float, seed: int) -> list[Verdict]:
-    """Raises `RuntimeError` where hosts cannot be made, `AssertionError` where the application does not come back."""
+    """Run the faults, and return their verdicts.
+
+    Raises `RuntimeError` if hosts cannot be made, `AssertionError` if the application does not recover.
+    """
     faults = {fault.name: fault for fault in all_faults(seed)}
     schedule = make_schedule(seed, max(1, round(seconds / SHORTEST_S)), sorted(faults))
     print(f"seed {seed}, {STREAMS} streams; until {seconds:.0f} s are over:", flush=True)
@@ -56,7 +59,7 @@ def tried(trial: FaultTrial, fault: Fault) -> Verdict:
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
-    """Counters as JSON has them: by name."""
+    """Return a verdict with counters as JSON objects: by name."""
     counts = {"fates": verdict.fates, "decisions": verdict.decisions}
     named = {name: {str(key): count for key, count in counter.items()} for name, counter in counts.items()}
     return {**dataclasses.asdict(verdict), **named}

@@ -1,8 +1,8 @@
-"""One fault under load, and what must hold whatever it is.
+"""One fault under load, and the requirements that hold for every fault.
 
 load runs ─> apply ─ hold ─> heal ─────────> whole again ─ a while ─> load ends ─> everything is clean
                │ answered_s: first answer     │
-               │ asked for from here on       │ recovery_s, from heal on: of all processes
+               │ to a request sent from here  │ recovery_s, from heal on: all processes are back
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .faults import Fault
 from .load import Answerer, Fate, Load, Quiz
 
 STREAMS = 16
-DEADLINE_S = REQUEST_TIMEOUT_S + 10  # of a request; the gateway's own is shorter
+DEADLINE_S = REQUEST_TIMEOUT_S + 10  # for one request; the gateway's own deadline is shorter
 BEFORE_S = 2.0
 AFTER_S = 2.0
 RECOVERY_TIMEOUT_S = 180.0
@@ -31,16 +31,16 @@ CLEAN_TIMEOUT_S = 40.0  # longer than leases
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one fault. `problems` is empty where everything held that must."""
+    """The outcome of one fault. `problems` is empty if every requirement held."""
 
     fault: str
     fates: Counter[Fate]
-    answered_s: float  # from the fault's beginning to the first answer of which nothing was asked before
+    answered_s: float  # from the fault's beginning to the first answer to a request sent after it
     recovery_s: float  # from its end until there were as many processes as before, and one more answer
-    longest_s: float  # the request that took longest
-    pause_s: float  # the longest that a client waited for a piece of a whole answer
-    resumed: int  # right answers that more than one gateway gave
-    decisions: Counter[float]  # of the gateway about failed attempts, by the seconds that they took at most
+    longest_s: float  # duration of the slowest request
+    pause_s: float  # the longest time that a client waited for the next piece of an answer that became whole
+    resumed: int  # right answers that more than one gateway wrote
+    decisions: Counter[float]  # the gateways' decisions about failed attempts, by an upper bound of the seconds taken
     problems: tuple[str, ...]
 
     def line(self) -> str:
@@ -54,7 +54,7 @@ class Verdict:
 
 
 class FaultTrial:
-    """Faults, one after another, to an application that is whole."""
+    """Inject faults, one after another, into an application that is whole."""
 
     def __init__(self, baton: BatonOnHosts, quiz: Quiz, seed: int) -> None:
         self._baton, self._quiz, self._seed = baton, quiz, seed
@@ -63,7 +63,7 @@ class FaultTrial:
         self._number = 0
 
     def run(self, fault: Fault) -> Verdict:
-        """Applies and heals it under load. Raises `AssertionError` where the application does not come back."""
+        """Apply a fault under load, and heal it. Raises `AssertionError` if the application does not recover."""
         self._number += 1
         before = self._baton.decisions()
         with Load(self._answerer, self._quiz, streams=STREAMS, seed=self._seed * 10_000 + self._number) as load:
@@ -89,7 +89,7 @@ class FaultTrial:
         )
 
     def _recovery_s(self, load: Load) -> float:
-        """Return the seconds until every process is there again, and a question asked from now on was answered."""
+        """Return the seconds until all processes are back, and a question asked from now on was answered."""
         start_s = time.monotonic()
 
         def answered() -> bool:
@@ -124,7 +124,7 @@ def _broken(load: Load, fault: Fault) -> list[str]:
 
 
 def _more(before: Counter[float], after: Counter[float]) -> Counter[float]:
-    """Return what was counted since; all of it, where it began anew with another gateway."""
+    """Return by how much counters rose; their value where they restarted with another gateway."""
     return after - before if all(after[bound] >= count for bound, count in before.items()) else +after
 
 
@@ -136,7 +136,7 @@ def _spelled(decisions: Counter[float]) -> str:
 
 
 def summary(verdicts: Iterable[Verdict]) -> str:
-    """All figures in one line."""
+    """Return all figures in one line."""
     verdicts = list(verdicts)
     total = sum((verdict.fates for verdict in verdicts), Counter[Fate]())
     counts = " ".join(f"{fate}={total[fate]}" for fate in Fate)

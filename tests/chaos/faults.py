@@ -1,4 +1,4 @@
-"""Faults of hosts: small classes with `apply` and `heal`. What a machine's init restarts needs no healing."""
+"""Faults of hosts: small classes with `apply` and `heal`. `heal` does nothing where a host's init heals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..hosts.hosts import BRIDGE, PREFIX
 from ..hosts.ray_hosts import DISK, EAST, ENGINE_HOSTS, HEAD, ROLES, TIER_FOLDERS, WEST, WORKER, BatonOnHosts
 
 WIRE = Path(__file__).parents[1] / "hosts/slow_link.py"
-FAR = f"{PREFIX}far"  # the slow cable's end at the bridge, and its other end
+FAR = f"{PREFIX}far"  # the slow cable's end at the bridge; NEAR is its other end
 RAYS_PROCESSES = ("gcs_server", "raylet", "ray::", "ray-dashboard", "monitor.py")  # parts of their titles
 BALLAST = f"{DISK}/ballast"
 NEAR = f"{PREFIX}near"
@@ -26,16 +26,16 @@ class Fault(Protocol):
 
     @property
     def hold_s(self) -> float:
-        """Return how long it lasts, from `apply` to `heal`."""
+        """Return how long the fault lasts, from `apply` to `heal`."""
         ...
 
     @property
     def hides_gateway(self) -> bool:
-        """Return whether clients find no gateway meanwhile: else nothing may be refused."""
+        """Return whether clients reach no gateway meanwhile; otherwise no request may be refused."""
         ...
 
     def apply(self, baton: BatonOnHosts) -> None:
-        """Raises `AssertionError` where there is nothing to hurt."""
+        """Cause the fault. Raises `AssertionError` where there is nothing to hurt."""
         ...
 
     def heal(self, baton: BatonOnHosts) -> None: ...
@@ -43,11 +43,11 @@ class Fault(Protocol):
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to the processes whose title contains `title`; they come back by themselves."""
+    """Send SIGKILL to the processes whose title contains `title`; they restart by themselves."""
 
     name: str
     title: str
-    host: str = ""  # where; everywhere if not given
+    host: str = ""  # the host; all hosts if empty
     hides_gateway: bool = False
     hold_s: float = 0.0
 
@@ -57,12 +57,12 @@ class Kill:
         assert killed, f"{self.name}: no process has {self.title!r} in its title"
 
     def heal(self, baton: BatonOnHosts) -> None:
-        """Serve, Ray and the host's init do."""
+        """Do nothing: Serve, Ray and the host's init restart processes."""
 
 
 @dataclass(frozen=True)
 class KillWorker:
-    """SIGKILL to one engine's process."""
+    """Send SIGKILL to one engine's process."""
 
     role: str
     host: str
@@ -77,12 +77,12 @@ class KillWorker:
         kill([baton.worker_of(self.role, self.host)])
 
     def heal(self, baton: BatonOnHosts) -> None:
-        """Serve does."""
+        """Do nothing: Serve restarts it."""
 
 
 @dataclass(frozen=True)
 class HeadRestarts:
-    """All of Ray on the head ends at once, and starts again with what Redis kept."""
+    """End all of Ray on the head at once; it restarts with the state that Redis kept."""
 
     name: str = "head restarts"
     hides_gateway: bool = True
@@ -93,12 +93,12 @@ class HeadRestarts:
         assert killed, "no process of Ray runs on the head"
 
     def heal(self, baton: BatonOnHosts) -> None:
-        """The host's init does."""
+        """Do nothing: the host's init restarts it."""
 
 
 @dataclass(frozen=True)
 class LinkDown:
-    """The host's cable is out for a while."""
+    """Unplug the host's cable for a while."""
 
     host: str
     hold_s: float
@@ -120,7 +120,7 @@ class LinkDown:
 
 @dataclass(frozen=True)
 class HostLost:
-    """The host's cable is out for good. After `hold_s` another machine takes its place, at another address."""
+    """Unplug the host's cable for good. After `hold_s` another machine takes its place, at another address."""
 
     host: str
     hold_s: float = 5.0
@@ -138,7 +138,7 @@ class HostLost:
 
 
 class SlowLink:
-    """A link on which everything that the host sends is late, and some of it is lost."""
+    """Delay everything that the host sends, and lose some of it."""
 
     hides_gateway = False
 
@@ -168,7 +168,7 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class DiskFull:
-    """The tiers' files are gone, the rest of their disk is taken, and the engines start anew: they find no room."""
+    """Delete the tiers' files, fill the rest of their disk, and restart the engines, which then find no space."""
 
     host: str
     hold_s: float = 5.0
@@ -186,12 +186,12 @@ class DiskFull:
         assert host.kill(WORKER) == len(ROLES), f"not all engines run on {self.host}"
 
     def heal(self, baton: BatonOnHosts) -> None:
-        """The room is there again; engines use it from their next start."""
+        """Free the disk; engines use it from their next start on."""
         baton.hosts[self.host].run(["rm", BALLAST], timeout_s=10)
 
 
 def all_faults(seed: int) -> list[Fault]:
-    """Every kind of fault, hurting every host that it can hurt, and an engine of each role where one is enough."""
+    """Return every kind of fault for every host it can hurt, but only one engine of each role where that suffices."""
     replica = "ray::ServeReplica:baton:{}".format
     kills = [
         *(KillWorker(role, host) for role, host in zip(ROLES, (EAST, WEST), strict=True)),

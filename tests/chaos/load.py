@@ -1,4 +1,4 @@
-"""Streams that ask for what is known, without pause, and note what became of every request."""
+"""Streams that continuously ask questions with known answers, and record the fate of every request."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ..helpers.resumable_stream import Refused, ResumableStream
 
 LENGTHS = (64, 256, 700, 1500)  # tokens of a prompt, about
 MODEL = "baton-demo"
-TOKENS = 48  # of an answer: the value that was asked for, and what follows
-PAUSE_S = 0.3  # of a stream whose request was refused
+TOKENS = 48  # of an answer: the requested value, and more
+PAUSE_S = 0.3  # before a stream asks again after a refusal
 CONNECT_S = 5.0
 
 
@@ -31,20 +31,20 @@ class Fate(enum.StrEnum):
     """The end of a request."""
 
     RIGHT = "right"
-    WRONG = "wrong"  # another text than the undisturbed one
-    REFUSED = "refused"  # no connection, or an error before the first token: whoever asks again loses nothing
-    LOST = "lost"  # ended after its first token, and neither whole nor to be resumed
-    HUNG = "hung"  # open past the deadline
+    WRONG = "wrong"  # other text than without faults
+    REFUSED = "refused"  # no connection, or an error before the first token: the client loses nothing by asking again
+    LOST = "lost"  # ended after its first token, neither whole nor resumable
+    HUNG = "hung"  # still open at the deadline
 
 
 @dataclass(frozen=True)
 class Answer:
-    """To one request: its text, or what came of it instead."""
+    """A request's text, or its failure."""
 
     fate: Fate
     detail: str
-    pause_s: float = 0.0  # the longest that the client waited for a piece of it
-    resumed: bool = False  # its gateway died, and it went on at another
+    pause_s: float = 0.0  # the longest time that the client waited for the next piece
+    resumed: bool = False  # its gateway died, and another one continued it
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answerer:
-    """The address of the questions. Nothing may be open longer than `deadline_s`."""
+    """Sends questions to one address. A request may be open for at most `deadline_s`."""
 
     url: str
     deadline_s: float
 
     async def ask(self, http: httpx.AsyncClient, question: Question, expected: str | None) -> Answer:
-        """Without `expected`, any whole text is right."""
+        """Ask a question. Without `expected`, any whole text is right."""
         body = {"model": MODEL, "prompt": question.prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         stream = ResumableStream(http, f"{self.url}/v1/completions", body)
         pauses = _Pauses()
@@ -76,7 +76,7 @@ class Answerer:
         return Answer(fate, detail, pauses.longest_s, stream.num_resumed > 0)
 
     async def _fate(self, stream: ResumableStream, expected: str | None, pauses: _Pauses) -> tuple[Fate, str]:
-        """And the text or the reason."""
+        """Return a stream's fate, and its text or the reason."""
         parts: list[str] = []
         try:
             async with asyncio.timeout(self.deadline_s), aclosing(stream.events()) as events:
@@ -92,22 +92,22 @@ class Answerer:
 
 
 class _Pauses:
-    """The times for which one client waits for a piece, from the request on."""
+    """The times for which one client waits for the next piece, beginning with the request."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
         self.longest_s = 0.0
 
     def end(self) -> None:
-        """A piece has come, and the next one is waited for."""
+        """Note that a piece has come; the wait for the next one begins."""
         now_s = time.monotonic()
         self.longest_s, self._began_s = max(self.longest_s, now_s - self._began_s), now_s
 
 
 class Quiz:
-    """Questions and their undisturbed answers. `learn` asks the server itself, one stream a question.
+    """Questions with the answers given without faults. `learn` gets those from the server, one question a stream.
 
-    Whether those answers are right is checked against what the lists in the prompts say.
+    The prompts' lists say whether those answers are right.
     """
 
     def __init__(self, seed: int, count: int) -> None:
@@ -115,7 +115,7 @@ class Quiz:
         self.expected: list[str] = []
 
     def learn(self, answerer: Answerer, streams: int) -> float:
-        """The share of right answers. Raises `RuntimeError` where a request does not end whole."""
+        """Ask all questions; return the share of right answers. Raises `RuntimeError` if a request fails."""
 
         async def ask_all() -> list[Answer]:
             gate = asyncio.Semaphore(streams)
@@ -136,14 +136,14 @@ class Quiz:
 
 
 class Load:
-    """A context in which `streams` clients ask random questions of `quiz`, each again as soon as it was answered."""
+    """A context in which `streams` clients ask random questions of `quiz`, each one as soon as the last is answered."""
 
     def __init__(self, answerer: Answerer, quiz: Quiz, *, streams: int, seed: int) -> None:
         self._answerer, self._quiz, self._streams, self._seed = answerer, quiz, streams, seed
         self._stop = threading.Event()
         self._died: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="load")
-        self.asked: list[Asked] = []  # grows at the end only
+        self.asked: list[Asked] = []  # only ever appended to
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -153,7 +153,7 @@ class Load:
         self.stop()
 
     def stop(self) -> None:
-        """Returns when every open request has ended. Raises what ended the load itself."""
+        """Stop asking; return when every open request has ended. Raises the load's own errors."""
         self._stop.set()
         self._thread.join()
         if self._died is not None:
@@ -187,5 +187,5 @@ class Load:
 
 
 def _client() -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # a broken connection is nobody else's
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # a broken connection affects one request
     return httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits)

@@ -1,4 +1,4 @@
-"""The faults of a run and their order, as a function of a seed and nothing else."""
+"""The faults of a run and their order, determined by a seed alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PAUSE_S = (0.0, 5.0)  # between what was healed and what comes next, at random
+PAUSE_S = (0.0, 5.0)  # at random, between a fault's recovery and the next fault
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,9 @@ class Planned:
 
 
 def make_schedule(seed: int, count: int, faults: Sequence[str]) -> list[Planned]:
-    """`count` faults. All of them come before any comes again, each round in an order of its own; so the first entries
-    of a longer schedule are a shorter one.
+    """Return `count` faults in rounds: each round has every fault once, in a random order.
+
+    So the first entries of a longer schedule are the shorter schedule.
     """
     rng = random.Random(seed)
     names: list[str] = []

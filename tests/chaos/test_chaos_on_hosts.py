@@ -1,4 +1,4 @@
-"""A gateway on one host, engines of both roles on two more, and what happens to hosts. All tests here share them."""
+"""Faults of hosts: a gateway on one host, and engines of both roles on two more. All tests here share the hosts."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def test_blocks_cross_the_cables_by_ucx(baton: BatonOnHosts) -> None:
         assert answer.headers["x-baton-path"].startswith("disaggregated")
 
     def crossed() -> bool:
-        """Prompts of which nothing is cached, for west's decode engine; who reads them is for the gateway to say.
+        """Send uncached prompts for west's decode engine, and return whether blocks came from the other host.
 
-        Several at once: a prompt by itself is read by the engine beside it.
+        Several at once, and the gateway chooses the prefill engines: for a single prompt, it would always choose the
+        one on the same host.
         """
         with ThreadPoolExecutor(AT_ONCE) as threads:
             list(threads.map(ask, itertools.islice(numbers, AT_ONCE)))

@@ -1,4 +1,4 @@
-"""The verdict over a fault calls problems by name: without hosts, against a server that answers as it is told."""
+"""The verdict on a fault names its problems: without hosts, against a scripted server."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .faults import all_faults
 from .load import Answerer, Fate, Quiz
 
 PATIENCE_S = 60.0
-HANGING_S = 5.0  # the deadline where a request is to pass it
+HANGING_S = 5.0  # the deadline of requests that should exceed it
 HEALTHY = Counter({"worker": 4})
 
 
 @dataclass
 class Server:
-    """One that answers every question with the same text, until `fate` says otherwise."""
+    """A server that answers every question with the same text, until `fate` says otherwise."""
 
     fate: Fate = Fate.RIGHT
     url: str = ""
-    hurt: threading.Event = field(default_factory=threading.Event)  # somebody was not answered right
+    hurt: threading.Event = field(default_factory=threading.Event)  # set once an answer was not right
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -67,10 +67,10 @@ def server() -> Iterator[Server]:
 
 @dataclass
 class Application:
-    """As far as a trial looks at it."""
+    """The part of an application that a trial looks at."""
 
     url: str
-    processes: list[Counter[str]] = field(default_factory=list)  # as they are counted; then all is well
+    processes: list[Counter[str]] = field(default_factory=list)  # results of the next counts; after them, all is well
     clean: bool = True
 
     def census(self) -> Counter[str]:
@@ -94,7 +94,7 @@ class Application:
 
 @dataclass
 class Trouble:
-    """A fault that makes the server answer so while it lasts."""
+    """A fault during which the server answers as told."""
 
     server: Server
     fate: Fate

@@ -1,4 +1,4 @@
-"""The order of faults, and the figures at the end: without hosts."""
+"""The order of faults, and the summary's figures: without hosts."""
 
 from __future__ import annotations
 

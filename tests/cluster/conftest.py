@@ -1,6 +1,6 @@
 """`baton serve` with one prefill and one decode engine, and a client of it.
 
-Its start is a good part of what the tests of a file take, so that the files of SHARING use one, one after the other.
+Starting it takes much of a test file's time, so the files of SHARING use one server, one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARING = ("test_end_to_end.py", "test_faults_end_to_end.py")
 
 
 class SharedServer:
-    """Starts with the first file that asks for it, and ends before the first one that is not of SHARING."""
+    """A server that starts when a test asks for it, and ends before the first file that is not in SHARING."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

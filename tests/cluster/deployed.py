@@ -1,4 +1,4 @@
-"""Applications on a Ray cluster that are deployed, scaled, upgraded, and streams that must survive it."""
+"""Applications on a Ray cluster: deploying, scaling and upgrading them, with streams that must survive it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from . import deployments
 
 READY_S = 120.0
 DRAIN_TIMEOUT_S = 20.0
-PROCESSES = {"engines": "data", "gateways": "gateways"}  # in the table of ranks
+PROCESSES = {"engines": "data", "gateways": "gateways"}  # keys in the table of ranks
 
 
 class RayCluster:
@@ -46,7 +46,7 @@ class RayCluster:
         self.address = self._line()
 
     def deploy(self, file: Path) -> None:
-        """Deploy what the file describes, in the place of what runs."""
+        """Deploy the application of a Serve config file, in place of the current one."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{file}\n")
         self._process.stdin.flush()
@@ -66,7 +66,7 @@ class RayCluster:
 
 
 class Cluster:
-    """A Ray cluster with one application, which other configurations replace."""
+    """A Ray cluster with one application, whose configuration tests replace."""
 
     def __init__(self, ray: RayCluster, folder: Path, *, name: str, answer_tokens: int) -> None:
         self.answer_tokens = answer_tokens  # of each stream
@@ -92,13 +92,13 @@ class Cluster:
         self._ray.deploy(file)
 
     def scale(self, **replicas: int) -> None:
-        """Change sizes as an operator does without an upgrade, in Serve's own section of the file."""
+        """Change fleet sizes without an upgrade, in the file's own section for Serve, as an operator does."""
         deployments = [{"name": name, "num_replicas": count} for name, count in replicas.items()]
         self.config["applications"][0]["deployments"] = deployments
         self.deploy()
 
     def give_gateways(self, **user_config: Any) -> None:
-        """Change what gateways take while they run."""
+        """Change the gateways' settings while they run."""
         self.config["applications"][0]["deployments"] = [{"name": "gateway", "user_config": user_config}]
         self.deploy()
 
@@ -126,17 +126,17 @@ class Cluster:
 @dataclass
 class Question:
     prompt: str
-    value: str  # what the demo model should recall first
-    answer: str = ""  # of an undisturbed server
+    value: str  # the value that the demo model should recall first
+    answer: str = ""  # from an undisturbed server
 
 
 @dataclass
 class Load:
-    """Streams without a pause, and what became of them."""
+    """Continuous streams, and their outcome."""
 
     answers: list[tuple[Question, str]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    reconnects: int = 0  # nothing had been answered: a gateway's port was closed in that moment, and another is there
+    reconnects: int = 0  # a gateway's port closed before it answered, and another one was there
 
     @property
     def right(self) -> int:
@@ -161,7 +161,7 @@ async def answer_to(cluster: Cluster, question: Question) -> str:
 
 
 def ask_undisturbed(cluster: Cluster, *, seed: int, count: int, longest: int) -> list[Question]:
-    """Return questions of 60 to `longest` tokens whose answers begin with the right value, with these answers."""
+    """Return questions of 60 to `longest` tokens that are answered with the right value, and these answers."""
     rng = random.Random(seed)
     asked = [Question(*make_question(rng, rng.randrange(60, longest))) for _ in range(count)]
 
@@ -177,7 +177,7 @@ def ask_undisturbed(cluster: Cluster, *, seed: int, count: int, longest: int) ->
 
 @contextlib.asynccontextmanager
 async def load_on(cluster: Cluster, questions: list[Question], streams: int = 5) -> AsyncIterator[Load]:
-    """So many streams at any time until the block ends; then the last ones end."""
+    """Keep so many streams open until the block ends; then wait for the last ones."""
     load, going = Load(), True
 
     async def ask(first: int) -> None:
@@ -204,7 +204,7 @@ async def load_on(cluster: Cluster, questions: list[Question], streams: int = 5)
 
 
 def roles(ranks: list[dict[str, Any]]) -> Counter[str]:
-    """Count the roles of engines that stay."""
+    """Count the roles of reachable engines that are not draining."""
     return Counter(rank["role"] for rank in ranks if not rank["draining"] and rank["reachable"])
 
 

@@ -1,7 +1,7 @@
-"""A Ray cluster of one machine on which Serve config files are deployed: `python -m tests.cluster.deployments`.
+"""A one-machine Ray cluster that deploys Serve config files: `python -m tests.cluster.deployments`.
 
-Each line on stdin is a file that is deployed as `serve deploy` does; ends with stdin. Prints the cluster's address,
-and a line for each file.
+Each line on stdin names a file, which is deployed as by `serve deploy`; the process ends with stdin. Prints the
+cluster's address, and a line for each file.
 """
 
 from __future__ import annotations

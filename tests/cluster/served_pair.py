@@ -1,4 +1,4 @@
-"""Requests that are sent to `baton serve` with one prefill and one decode engine."""
+"""Requests to `baton serve` with one prefill and one decode engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prompt_of(number: int) -> str:
 async def answer_to(
     client: openai.AsyncOpenAI, number: int, max_tokens: int, begun: asyncio.Queue[int] | None = None
 ) -> str:
-    """Return the streamed text of a greedy answer. Its number goes into `begun` when the first of it is there."""
+    """Return the streamed text of a greedy answer. Puts `number` into `begun` when the first piece arrives."""
     stream = await client.completions.create(
         model="baton-demo",
         prompt=prompt_of(number),
@@ -40,7 +40,7 @@ async def answers(client: openai.AsyncOpenAI, count: int, max_tokens: int) -> li
 
 
 async def keep_asking(client: openai.AsyncOpenAI, number: int, stop: asyncio.Event) -> list[str | openai.APIError]:
-    """Ask the same again and again; at least once."""
+    """Send the same request again and again until `stop` is set; at least once."""
     results: list[str | openai.APIError] = []
     while not results or not stop.is_set():
         try:

@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on one machine: `python -m tests.cluster.several_nodes RESOURCE ...`, one node each
-beside the head. Each of them has the resource `decode_node` as well.
+"""A Ray cluster of several nodes on one machine: `python -m tests.cluster.several_nodes RESOURCE ...`.
 
-Prints the cluster's address; each line on stdin names a resource whose node is lost; ends with stdin.
+Besides the head there is a node for each RESOURCE, which also has the resource `decode_node`. Prints the cluster's
+address. Each line on stdin names a resource whose node is killed; the process ends with stdin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A gateway whose loop, or whose Python, is held up for longer than the directory waits for heartbeats."""
+"""A gateway whose event loop, or whole interpreter, is blocked for longer than the directory waits for heartbeats."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ HELD_S = MISSED_AFTER_S + 2.0
 
 
 def main(port: int) -> None:
-    """Run a Ray cluster, a directory and one gateway in a process. A line on stdin is an order, one on stdout
-    what has come of it.
+    """Run a Ray cluster, a directory and one gateway in a process.
+
+    Each line on stdin is a command, each line on stdout its result.
     """
     import ray
 
@@ -46,7 +47,7 @@ def main(port: int) -> None:
 
     class Held(GatewayActor):
         async def hold(self, what: str, seconds: float) -> float:
-            """Return for how long it really was."""
+            """Block the event loop, or the interpreter; return for how long it really was blocked."""
             began_s = time.monotonic()
             if what == "loop":
                 time.sleep(seconds)
@@ -62,14 +63,14 @@ def main(port: int) -> None:
     record = ray.get(actor.start.remote())
 
     async def num_kept() -> float:
-        """Return how many silent members the directory has kept, as it exports."""
+        """Return the directory's metric of silent members that it has kept."""
         key, snapshot = await directory.cluster_key.remote(LogSettings()), await directory.watch.remote(-1)
         with closing(MetricsReader(key)) as reader:
             families = {family.name: family for family in await reader.read(snapshot.metrics_address)}
         return float(families["baton_members_kept_total"].samples.split()[-1])
 
     async def versions_during(what: str, seconds: float) -> list[list[str]]:
-        """Whoever the directory lists, from before the gateway is held until after."""
+        """Return each version of the directory's list of gateways while the gateway is blocked."""
         seen = []
         held = asyncio.ensure_future(actor.hold.remote(what, seconds))
         version = -1
@@ -84,7 +85,7 @@ def main(port: int) -> None:
             seen.append([gateway.identity for gateway in snapshot.gateways])
 
     def keep_alive() -> None:
-        """Keep the directory alive: one that knows of no engine ends, and the gateway with it."""
+        """Keep the directory alive: it would end if it knew of no engine, and the gateway with it."""
         while True:
             directory.application_lives.remote()
             time.sleep(2.0)

@@ -1,8 +1,8 @@
-"""`baton serve` with KV tiers behind a prefill engine on two ranks, and hand-offs by way of the host to a decode engine
-that guesses tokens ahead.
+"""`baton serve` with full disks: KV tiers behind a prefill engine on two ranks, and a decode engine with drafts.
 
-The prefill engine is killed, and its disk fills up; then the disk below Ray's files does. Between them the commands are
-called that the console tells. The tests share one server and run in the order of the file.
+Hand-offs go through host memory. The prefill engine is killed, and its disk fills up; then the disk with Ray's files
+does. In between, tests run the commands that the console names. The tests share one server and run in the order of the
+file.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ ROLES = ["decode", "prefill"]
 NUM_PROMPTS = 10
 DISK_BYTES = 100 << 20
 RAY_DISK_BYTES = 200 << 20
-RAY_FREE_BYTES = 4 << 20  # less than the 5 % that Ray wants
+RAY_FREE_BYTES = 4 << 20  # less than the 5 % that Ray demands
 
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Mount a small disk for tiers."""
+    """Mount a small disk for the tiers."""
     folder = tmp_path_factory.mktemp("disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder], check=True)
     yield folder
@@ -56,7 +56,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def ray_disk() -> Iterator[Path]:
-    """Mount a disk for Ray's files. Its path is short: sockets are below it."""
+    """Mount a disk for Ray's files. Its path is short: it holds sockets."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={RAY_DISK_BYTES}", "tmpfs", folder], check=True)
     with pytest.MonkeyPatch.context() as patched:
@@ -76,7 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, disk: Path, ray_disk: Path)
     args["gateway"] |= {"local_prefill_max_tokens": 0}  # every prompt is handed over
     args["transfer"] |= {"buffer": "host", "buffer_bytes": 8 << 20}
     args["fleets"]["prefill"] |= {
-        "engine": {"num_gpu_blocks_override": 40, "tensor_parallel_size": 2},  # of the prompts below no three fit
+        "engine": {"num_gpu_blocks_override": 40, "tensor_parallel_size": 2},  # no three of the prompts below fit
         "kv_tiers": {"host_bytes": 1 << 20, "disk_path": str(disk / "kv"), "disk_bytes": 20 << 20, "min_tokens": 64},
     }
     args["fleets"]["decode"] |= {"engine": {"speculative_config": {"method": "suffix"}}}
@@ -160,7 +160,7 @@ def test_a_prediction_is_accepted_and_the_text_is_that_of_an_engine_that_draws_o
         assert details["accepted_prediction_tokens"] <= answer["baton_timeline"][0].get("num_accepted_tokens", 0)
         return int(details["accepted_prediction_tokens"])
 
-    eventually(lambda: num_accepted() > 0, 60.0, "no draft was accepted")  # engines draft where it saved time lately
+    eventually(lambda: num_accepted() > 0, 60.0, "no draft was accepted")  # engines draft where that saved time lately
     counter = "baton_spec_decode_num_accepted_tokens_total"
     eventually(lambda: server.counted(counter, role="decode") > 0, 10.0, "accepted drafts are not counted")
     assert server.counted("baton_spec_decode_num_draft_tokens_total", role="prefill") == 0
@@ -183,7 +183,7 @@ def test_a_full_disk_costs_a_prefill_engine_its_disk_tier_and_nothing_else(serve
     server.wait_until_all_blocks_are_free()
     with contextlib.ExitStack() as kept:
         for file in (disk / "kv").iterdir():
-            kept.enter_context(file.open("rb"))  # their room does not become free when the engine ends
+            kept.enter_context(file.open("rb"))  # the engine's exit does not free the space of open files
         shutil.rmtree(disk / "kv")
         with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
             fill(disk)
@@ -210,7 +210,7 @@ def test_each_engine_is_recorded_at_the_address_that_is_printed(server: Server) 
 
 
 def test_the_command_that_is_printed_drains_a_group(server: Server) -> None:
-    """Other clusters may run on this machine: `auto` would not know which."""
+    """Other clusters may run on this machine, so `auto` would be ambiguous."""
     (line,) = [line for line in server.output().splitlines() if line.startswith("baton drain RANK")]
     rank = server.rank_of("decode")["rank"]
     words = line.replace("RANK", str(rank)).split()[1:]

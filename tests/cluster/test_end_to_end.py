@@ -1,4 +1,4 @@
-"""`baton serve` with one prefill and one decode engine, used as people use it.
+"""`baton serve` with one prefill and one decode engine, from a user's point of view.
 
 The tests share one server, also with those of `test_faults_end_to_end.py`, which come next.
 """
@@ -85,7 +85,7 @@ def test_status_lists_the_engines(server: Server) -> None:
 
 
 OPERATIONS = Path(__file__).parents[2] / "docs/operate/operations.md"
-NO_FIELDS = {Role.UNIFIED, *CircuitState, "list", "null"}  # what the page's table names beside fields
+NO_FIELDS = {Role.UNIFIED, *CircuitState, "list", "null"}  # code words in the page's table that are no fields
 
 
 def test_status_tells_programs_every_field_that_the_page_for_operators_names_and_no_other(server: Server) -> None:
@@ -160,7 +160,7 @@ async def test_an_answer_fits_its_grammar_through_prefill_and_decode(client: ope
 
 
 def test_values_are_recalled_through_prefill_and_decode_at_every_length(server: Server, tmp_path: Path) -> None:
-    """The demo model knows the answers; a block that was lost, stale or misplaced on its way makes one wrong."""
+    """The demo model knows the answers; a lost, stale or misplaced block makes one of them wrong."""
     file = tmp_path / "recall.json"
     words = ["--base-url", server.url, "--samples", "10", "--seed", "7", "--json", str(file)]
     done = subprocess.run([BATON, "eval", "recall", *words], capture_output=True, text=True, timeout=200)
@@ -177,7 +177,7 @@ def test_values_are_recalled_through_prefill_and_decode_at_every_length(server: 
 async def test_prefill_and_decode_give_the_tokens_of_one_engine(
     client: openai.AsyncOpenAI, sampled: dict[str, float]
 ) -> None:
-    """The blocks go over NIXL; the engine beside them never leaves this process."""
+    """The blocks go over NIXL; the reference engine runs in this process."""
     from baton.engine import LLM, SamplingParams
 
     prompts = [prompt_of(number) for number in range(4)]
@@ -204,7 +204,7 @@ async def test_32_streams_at_once_get_the_answers_that_each_gets_alone(
 
 
 async def test_the_blocks_of_clients_that_disconnect_come_back(server: Server) -> None:
-    """Some leave in prefill, some in transfer, some in decode."""
+    """Some clients leave during prefill, some during the transfer, some during decode."""
     async with httpx.AsyncClient(base_url=server.url, timeout=30.0) as http:
 
         async def leave_after(number: int) -> None:

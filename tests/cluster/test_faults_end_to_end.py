@@ -1,7 +1,7 @@
-"""Processes of `baton serve` die or hang while it serves, with one prefill and one decode engine. Then another
-application comes to its cluster, and in the end Ctrl-C stops it.
+"""Processes of `baton serve` with one prefill and one decode engine die or hang while it serves.
 
-The tests share one server, also with those of `test_end_to_end.py`, and run in the order of the file.
+At the end another application joins its cluster, and Ctrl-C stops it. The tests share one server, also with those of
+`test_end_to_end.py`, and run in the order of the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..helpers.served import STEP_TIMEOUT_S, Server, config_file, eventually
 from .served_pair import ROLES, STREAMS, answer_to, answers, keep_asking, prompt_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
-NOTICED_S = 6.0  # it takes less than a second on an idle machine; hangs and heartbeats take longer than this
+NOTICED_S = 6.0  # takes less than a second on an idle machine; timeouts of hangs and heartbeats take longer than this
 
 
 async def test_the_directory_may_die_while_engines_serve(client: openai.AsyncOpenAI, server: Server) -> None:
@@ -67,7 +67,7 @@ asyncio.run(ask())
 
 
 def test_a_process_that_missed_where_the_directory_is_reaches_it_all_the_same(server: Server) -> None:
-    """A process misses the address that was cut off while Ray announced it."""
+    """The process is cut off while Ray announces the directory's new address."""
     command = [sys.executable, "-c", OUT_OF_REACH, server.gcs_address()]
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -190,7 +190,7 @@ async def test_the_gateways_log_tells_of_each_failed_attempt(client: openai.Asyn
 
 
 def is_transport_error(result: object) -> bool:
-    """Whatever HTTP library OpenAI's client is built on."""
+    """Return whether a request failed on the network, whichever HTTP library OpenAI's client uses."""
     return any(kind.__name__ == "HTTPError" for kind in type(result).__mro__)
 
 
@@ -199,7 +199,7 @@ async def test_when_a_gateway_dies_its_requests_are_aborted_and_serve_replaces_i
 ) -> None:
     victim = server.process_named("ray::ServeReplica:main:gateway")
     begun: asyncio.Queue[int] = asyncio.Queue()
-    # Long enough that none is over when the fifth begins.
+    # Long enough that none has ended when the fifth begins.
     streams = (answer_to(client, number, 3000, begun) for number in range(STREAMS))
     load = asyncio.gather(*streams, return_exceptions=True)
     for _ in range(5):
@@ -243,7 +243,7 @@ async def test_a_worker_that_dies_or_hangs_in_mid_load_costs_no_request_its_end_
         return victim["epoch"] not in [rank["epoch"] for rank in server.ranks()]
 
     await asyncio.to_thread(eventually, noticed, noticed_s, "the dead engine is still listed")
-    shown = f'"{victim["engine_id"]}"'  # until the processes that are asked are those that are listed
+    shown = f'"{victim["engine_id"]}"'  # until the list and the processes asked agree
     await asyncio.to_thread(
         eventually, lambda: shown not in httpx.get(f"{server.url}/metrics").text, 10.0, "the dead engine has metrics"
     )
@@ -303,7 +303,7 @@ def test_a_serve_config_file_deploys_an_application(
     assert answer.headers["x-baton-path"].startswith(path)
     scrapes_of_whichever_gateway_answers_are_alike(url, processes=len(roles) + gateways + 1)
     httpx.get(f"{url}/nowhere", headers={"x-request-id": "lost-1"})
-    lines = [json.loads(line) for line in server.log_lines(f"serve/replica_{path}_*.log")]  # Serve's, too
+    lines = [json.loads(line) for line in server.log_lines(f"serve/replica_{path}_*.log")]  # Serve's lines, too
     (told,) = (line for line in lines if line.get("request_id") == "lost-1")
     assert (told["component"], told["level"]) == ("gateway", "info")
     assert told["message"].startswith("GET '/nowhere' failed with 404")
@@ -314,7 +314,7 @@ def test_a_serve_config_file_deploys_an_application(
 
 
 def scrapes_of_whichever_gateway_answers_are_alike(url: str, processes: int) -> None:
-    """Each scrape is a connection of its own, so the kernel chooses among gateways that share the port."""
+    """Each scrape uses a new connection, so the kernel chooses among gateways that share the port."""
     before: dict[str, float] = {}
     engines: set[str] = set()
     for _ in range(16):
@@ -335,7 +335,7 @@ def scrapes_of_whichever_gateway_answers_are_alike(url: str, processes: int) -> 
 
 def test_ctrl_c_leaves_no_process(server: Server) -> None:
     server.look()
-    os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to everyone in the foreground
+    os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to all foreground processes
     assert server.process.wait(timeout=40) == 130
     assert wait_until_gone(server.seen, 5.0) == []
     assert "every process has ended" in server.output()

@@ -1,4 +1,4 @@
-"""`baton serve` with engines that are divided over several processes, and hurt.
+"""`baton serve` with engines of several processes each, some of which get killed.
 
 Two servers, one after the other: a prefill engine and a decode engine on two ranks; then two data-parallel ranks of a
 mixture of experts, each behind a gateway of its own, and HAProxy before them.
@@ -44,7 +44,7 @@ def ask(url: str, prompt: str, headers: dict[str, str] | None = None, **fields: 
 
 
 def alone(model: Path, **args: Any) -> list[str]:
-    """Return the answers of one engine in this process."""
+    """Return the answers of a single engine in this process."""
     from baton.engine import LLM, SamplingParams
 
     llm = LLM(str(model), num_threads=1, kv_cache_memory_bytes=2**26, **args)
@@ -195,7 +195,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory: pytest.TempPathFactory, mixture: Path) -> Iterator[Server]:
-    """Two data-parallel ranks over which experts are spread, each behind a gateway of its own."""
+    """Start two data-parallel ranks with expert parallelism, each behind a gateway of its own."""
     port = free_port()
     file = config_file(tmp_path_factory.mktemp("spread"), name="spread", port=port, like="balanced.yaml")
     engine = {"load_format": "dummy", "data_parallel_size": 2, "enable_expert_parallel": True}
@@ -242,7 +242,7 @@ def test_a_group_without_work_costs_no_cpu(spread: Server) -> None:
 
 
 def cores_taken_by(pids: list[int]) -> float:
-    """A process of Ray that waits takes a hundredth of a core."""
+    """Return the CPU cores that these processes use; an idle process of Ray takes a hundredth of a core."""
     time.sleep(0.5)
     before_s, began_s = sum(map(cpu_s, pids)), time.monotonic()
     time.sleep(2.0)

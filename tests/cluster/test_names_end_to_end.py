@@ -1,4 +1,4 @@
-"""Models by their name, from a server on this machine that speaks the Hub's API."""
+"""Models given by name, from a local server of the Hub's API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHTS = "/model.safetensors"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """Serve the demo model as `demo/model` to all processes of a test, with an empty cache."""
+    """Serve the demo model as `demo/model` to all processes of a test, whose cache is empty."""
     with hub_server(demo__model=DEMO) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -54,7 +54,7 @@ def test_serve_takes_a_name(hub: HubServer, tmp_path: Path) -> None:
 
 def test_a_node_fetches_once_for_all_of_its_ranks(hub: HubServer, tmp_path: Path) -> None:
     """A prefill group of one rank and a decode group of two start together; a slow download ends none of them."""
-    hub.bytes_per_s = 5e5  # 23 s: for longer than the directory waits for a heartbeat
+    hub.bytes_per_s = 5e5  # 23 s: longer than the directory waits for a heartbeat
     with contextlib.closing(RayCluster()) as ray:
         cluster = Cluster(ray, tmp_path, name="named", answer_tokens=8)
         cluster.args["model"] = "demo/model"

@@ -1,4 +1,4 @@
-"""Hybrid load balancing over several nodes (of one machine): a gateway a node, a node that is lost."""
+"""Hybrid load balancing over several Ray nodes on one machine: a gateway on each node, and the loss of a node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DECODE_NODES = ["decode_a", "decode_b"]
 
 
 class Nodes:
-    """The nodes, as a process."""
+    """The process that runs the nodes."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -66,18 +66,18 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def server(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start a decode engine on each of two nodes, and a prefill engine that is divided over both."""
+    """Start a decode engine on each of two nodes, and a prefill engine with a rank on each."""
     port = free_port()
     file = config_file(tmp_path_factory.mktemp("nodes"), name="nodes", port=port)
     config = yaml.safe_load(file.read_text())
     args = config["applications"][0]["args"]
     args["load_balancing"] = "hybrid"
     args["engine"]["num_threads"] = 1
-    # Each decode engine takes most of its node's CPUs, so that there is one a node.
+    # Each decode engine takes most of its node's CPUs, so that each node gets one.
     resources = {"decode_node": 0.001}
     args["fleets"]["decode"] = {"replicas": 2, "num_cpus": 1.5, "resources": resources, "step_timeout_s": 30.0}
-    # More than half of what a node has of it: each rank is on a node of its own.
-    # When a node is lost it has no room any more, and Serve gives a replica that waits for room its whole drain's time.
+    # More than half of the node's amount: each rank gets a node of its own.
+    # After a node's loss a rank no longer fits: Serve drains a replica that waits for resources for the whole timeout.
     halves = {"num_cpus": 0.1, "resources": {"decode_node": 0.6}, "step_timeout_s": 30.0, "drain_timeout_s": 3.0}
     args["fleets"]["prefill"] |= halves
     args["fleets"]["prefill"]["engine"]["tensor_parallel_size"] = 2
@@ -133,7 +133,7 @@ def test_what_starts_and_watches_a_group_is_on_the_node_of_its_ranks(server: Ser
 
 
 def test_gateways_beside_ranks_take_other_settings_without_another_process(server: Server, nodes: Nodes) -> None:
-    """As Serve tells the controller a changed `user_config`."""
+    """Serve tells the controller of a changed `user_config`."""
     before = table_at(server.port)
     script = (
         "import sys, json, ray; from ray import serve; ray.init(sys.argv[1], log_to_driver=False);"
@@ -197,7 +197,7 @@ def test_gateways_end_with_their_application_though_the_cluster_goes_on(server: 
 
 
 def parent_of(pid: int) -> int:
-    """Return the raylet that started it."""
+    """Return the raylet that started the process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 

@@ -1,7 +1,7 @@
-"""The CPU demo as the chart deploys it, on a real Ray cluster: each pod is a Ray node of this machine.
+"""The CPU demo as the chart deploys it, on a real Ray cluster: each pod is a Ray node on this machine.
 
-What KubeRay does is done here by hand: `ray start` with a pod's rayStartParams and environment, a token, and the
-application sent to the dashboard. Kubernetes itself is not here.
+The test does KubeRay's work: `ray start` with a pod's rayStartParams and environment, a token, and sending the
+application to the dashboard. There is no Kubernetes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Pod:
 
 
 class Cluster:
-    """The pods of a release as Ray nodes of this machine. `end` leaves no process."""
+    """The pods of a release as Ray nodes on this machine. `end` ends all processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -84,7 +84,7 @@ class Cluster:
         return self._begins(kind, spec, more, lambda: self._num_nodes() == len(self.pods))
 
     def _begins(self, kind: str, spec: Object, more: dict[str, Any], is_there: Callable[[], bool]) -> bool:
-        """Starts a pod. Whether it is there: one that ends, since another process took its port meanwhile, is not."""
+        """Start a pod; return whether it joined: it ends instead if another process took its port meanwhile."""
         self._start(kind, spec, more)
         started, log = self.pods[-1].process, self._folder / f"{kind}.log"
         eventually(lambda: started.poll() is not None or is_there(), f"no pod {kind}", log.read_text)
@@ -119,7 +119,7 @@ class Cluster:
         return httpx.request(url=f"http://{HOST}:{self.dashboard_port}{path}", timeout=30, **request)
 
     def deploy(self, serve_config: str) -> None:
-        """As KubeRay does with `serveConfigV2`."""
+        """Deploy `serveConfigV2` as KubeRay does."""
         answer = self._dashboard("/api/serve/applications/", method="PUT", json=yaml.safe_load(serve_config))
         assert answer.is_success, answer.text
 
@@ -127,7 +127,7 @@ class Cluster:
         return self._dashboard("/api/serve/applications/").json()["applications"]
 
     def nodes_of(self, deployment: str) -> list[str]:
-        """The kinds of pods that a deployment's replicas are in."""
+        """Return the kinds of pods that run a deployment's replicas."""
         replicas = self.applications()["baton"]["deployments"][deployment]["replicas"]
         return [self._kind_of(replica["pid"]) for replica in replicas]
 
@@ -151,7 +151,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
-    """The example for CPUs, on a port that is free here, with a key."""
+    """Render the chart's CPU example with a free port and an API key."""
     file = tmp_path_factory.mktemp("keys") / "api_keys"
     file.write_text("sk-one\n")
     changes = {
@@ -180,9 +180,9 @@ def cluster(release: Release) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def url(cluster: Cluster, release: Release) -> str:
-    """Return the gateway's URL once it is ready as Kubernetes would see it, and both engines are there.
+    """Return the gateway's URL once Kubernetes would count it as ready, and both engines have registered.
 
-    It is ready as soon as one of them can answer alone.
+    The gateway is ready as soon as one engine can answer alone.
     """
     gateway = release.groups["gateway"]
     url = f"http://{HOST}:{gateway.ports['serve']}"
@@ -234,7 +234,7 @@ def test_the_probes_find_all_pods_alive(url: str, cluster: Cluster, release: Rel
 
 
 def test_a_pod_that_is_told_to_end_lets_its_groups_drain_first(url: str, cluster: Cluster) -> None:
-    """As Kubernetes tells it. Last here: there is no other place for the group."""
+    """SIGTERM, as from Kubernetes. This test is the last one: there is no other node for the group."""
     (pod,) = (pod for pod in cluster.pods if pod.kind == "decode")
     pod.process.terminate()
     eventually(lambda: [rank["role"] for rank in ranks_at(url)] == ["prefill"], "the group has not left its pod")

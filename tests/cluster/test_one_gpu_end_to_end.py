@@ -1,7 +1,6 @@
-"""`baton serve` with a prefill and a decode engine on one GPU: recall through hand-offs, and a reader that is killed.
+"""`baton serve` with a prefill and a decode engine on one GPU: hand-offs, and a decode engine that is killed.
 
-In bfloat16 an answer's last bits depend on its batch, so that what is asked is recall: the values that answers must
-hold.
+In bfloat16 an answer's last bits depend on its batch, so the tests check recall: the values that answers must contain.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..helpers.served import BATON, Server, baton_serve, config_file, eventually
 pytestmark = [pytest.mark.gpu, pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROLES = ["decode", "prefill"]
-RIGHT = 0.98  # of the answers; the demo model, undisturbed, gets 99 of 100 right
+RIGHT = 0.98  # share of right answers; the undisturbed demo model gets 99 %
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 async def recall(server: Server, folder: Path, *, samples: int) -> dict[str, Any]:
-    """Return the result of `baton eval recall`, which ends with an error where too few answers are right."""
+    """Return the result of `baton eval recall`, which ends with an error if too few answers are right."""
     file = folder / "recall.json"
     words = ["--url", server.url, "--samples", str(samples), "--concurrency", "16", "--json", str(file)]
     process = await asyncio.create_subprocess_exec(
@@ -85,6 +84,6 @@ async def test_a_decode_engine_that_is_killed_while_it_reads_costs_no_answer(ser
     await asyncio.to_thread(server.wait_until_whole, ROLES)
     await asyncio.to_thread(server.wait_until_all_blocks_are_free)
     before, end_s = num_received(server), time.monotonic() + 60
-    while num_received(server) <= before:  # offers ran out while nobody read: the pair is left alone for 5 s
+    while num_received(server) <= before:  # offers expired while no engine read them: gateways avoid the pair for 5 s
         assert time.monotonic() < end_s, f"its successor reads nothing: {server.rank_of('decode')}"
         await recall(server, tmp_path, samples=5)

@@ -1,7 +1,7 @@
-"""Applications that grow, shrink and are upgraded under load, deployed as `serve deploy` does. No answer may be lost.
+"""Applications that grow, shrink and are upgraded under load, deployed as by `serve deploy`. No answer may be lost.
 
-The first has no engine until somebody asks, grows under load, shrinks without it, and ends where it began; the second,
-which takes its place, is scaled and upgraded. The tests share one Ray cluster and run in the order of the file.
+The first has no engine until the first request, grows under load, shrinks without it, and returns to no engine; the
+second one, in its place, is scaled and upgraded. The tests share one Ray cluster and run in the order of the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def ray() -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="module")
 def autoscaled(ray: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    """Start an application whose decode fleet grows by its KV blocks: unlike latencies, they fit any machine."""
+    """Start an application whose decode fleet scales by used KV blocks: unlike latencies, they fit any machine."""
     cluster = Cluster(ray, tmp_path_factory.mktemp("autoscaled"), name="autoscaled", answer_tokens=100)
     fleets = cluster.args["fleets"]
     for fleet, most in ((fleets["prefill"], 1), (fleets["decode"], 2)):
@@ -56,7 +56,7 @@ def autoscaled(ray: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Clu
 
 @pytest.fixture(scope="module")
 def first_questions(autoscaled: Cluster) -> list[Question]:
-    """Their first answer is the application's first: it comes from no engine at all."""
+    """Return questions whose first answer is the application's first, requested when no engine exists."""
     assert httpx.get(f"{autoscaled.url}/health").status_code == 200, "or no balancer would send the first request"
     return ask_undisturbed(autoscaled, seed=6, count=16, longest=500)
 
@@ -91,7 +91,7 @@ async def test_an_application_that_nobody_asks_gives_everything_back(autoscaled:
 @pytest.fixture(scope="module")
 def cluster(ray: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     folder = tmp_path_factory.mktemp("scaled")
-    cluster = Cluster(ray, folder, name="scaled", answer_tokens=200)  # long enough: no drain is over at once
+    cluster = Cluster(ray, folder, name="scaled", answer_tokens=200)  # long enough that no drain ends at once
     cluster.deploy()
     cluster.wait_for(lambda ranks: roles(ranks) == {"prefill": 1, "decode": 1})
     return cluster
@@ -168,7 +168,7 @@ async def test_a_fleet_that_shrinks_under_load_loses_no_answer(
 
 
 async def upgrade(cluster: Cluster, questions: list[Question], setting: dict[str, Any]) -> tuple[Load, bool]:
-    """Upgrade under load; return the load, and whether the layout of blocks is the old one."""
+    """Upgrade under load; return the load, and whether the layout of blocks is unchanged."""
     old = {rank["engine_id"]: rank["fingerprint"] for rank in cluster.ranks()}
     cluster.args["engine"] |= setting
     seen: list[list[dict[str, Any]]] = []
@@ -200,7 +200,7 @@ async def test_an_upgrade_to_the_same_layout_under_load_changes_no_answer(
 async def test_what_the_last_engine_of_its_kind_hands_over_goes_on_in_its_successor(
     cluster: Cluster, questions: list[Question]
 ) -> None:
-    """An operator's drain, without time for what runs."""
+    """An operator drains the engine, with no time for its running requests."""
     (old,) = [rank for rank in cluster.ranks() if rank["role"] == "decode"]
     async with load_on(cluster, questions, streams=2) as load:
         await in_thread(cluster.drain, old["rank"])
@@ -217,7 +217,7 @@ async def test_what_the_last_engine_of_its_kind_hands_over_goes_on_in_its_succes
 async def test_an_upgrade_to_another_layout_under_load_loses_no_answer(
     cluster: Cluster, questions: list[Question]
 ) -> None:
-    """The new cache rounds what it keeps: what was to be recalled is right in either version."""
+    """The new cache rounds its values: answers must hold the right value under either version."""
     load, same_layout = await upgrade(cluster, questions, {"kv_cache_dtype": "fp8"})
     assert not same_layout
     assert [pair for pair in load.answers if not pair[1].startswith(pair[0].value)] == []

@@ -1,5 +1,6 @@
-"""A terminal that closes, and a service manager that stops a service, signal Ray's processes with `baton serve`; and
-Ray's library has handlers of its own.
+"""Signals to `baton serve` and Ray's processes: from a closed terminal, or a service manager.
+
+Ray's library installs signal handlers of its own.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 
 MODEL = Path(__file__).parents[2] / "configs/demo/model"
 START_S = 120.0
-END_S = 45.0  # Ray's client, left to itself, waits a minute for a control process that is gone, and then aborts
+END_S = 45.0  # Ray's client would by itself wait a minute for a control process that is gone, and then abort
 
-# Whoever runs the tests may ignore signals (nohup), and what is ignored stays so in a program that is started.
+# The tests may run with ignored signals (nohup), which a started program would inherit.
 AS_BY_A_SHELL = """
 import fcntl, os, signal, sys, termios
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
@@ -47,7 +48,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 @contextlib.contextmanager
 def serving(output: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the leader of a session, with this terminal, or file, for its output, and end all of it afterwards."""
+    """Start a session leader whose output is this terminal or file, and end all of its processes afterwards."""
     serve = [BATON, "serve", str(MODEL), "--load-format", "dummy", "--port", str(free_port())]
     words = [sys.executable, "-c", AS_BY_A_SHELL, *serve]
     process = subprocess.Popen(words, stdin=output, stdout=output, stderr=output, start_new_session=True)
@@ -62,7 +63,7 @@ def serving(output: int) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextlib.contextmanager
 def terminal() -> Iterator[tuple[int, int]]:
-    """Open a terminal: the side of its window, and the side of its programs."""
+    """Open a terminal: the window's side, and the programs' side."""
     window, programs = pty.openpty()
     try:
         yield window, programs
@@ -87,14 +88,14 @@ def read_until(window: int, words: bytes) -> None:
 
 
 def read_to_the_end(window: int) -> None:
-    """A terminal that nobody reads holds up its programs."""
+    """Read a terminal to its end: otherwise its programs would block."""
     with contextlib.suppress(OSError):
         while os.read(window, 4096):
             pass
 
 
 def hears(process: Process, number: signal.Signals) -> bool:
-    """Tell whether the signal, sent to it now, would do anything."""
+    """Return whether the process would react to the signal now."""
     status = dict(re.findall(r"^(Sig(?:Blk|Ign)):\s*(\w+)$", Path(f"/proc/{process.pid}/status").read_text(), re.M))
     return not (int(status["SigBlk"], 16) | int(status["SigIgn"], 16)) >> (number - 1) & 1
 
@@ -121,7 +122,7 @@ print([with_ray == python, handler() == python, signal.getsignal(signal.SIGTERM)
 
 
 def test_sigterm_is_ours_while_ray_is_there_and_when_it_has_gone() -> None:
-    """It uses a private name of Ray's, whose absence would otherwise go unnoticed."""
+    """The handler uses a private name of Ray's; if it vanished, nobody would notice otherwise."""
     done = subprocess.run([sys.executable, "-c", RAY_COMES_AND_GOES], capture_output=True, text=True, timeout=110)
     assert done.stdout.strip().splitlines()[-1:] == ["[True, True, True]"], done.stderr
 
@@ -138,7 +139,7 @@ def test_ctrl_c_while_ray_starts_leaves_nothing_behind() -> None:
 
 
 def test_weights_that_do_not_fit_are_told_before_anything_is_deployed(tmp_path: Path) -> None:
-    """They are accounted for while Ray starts."""
+    """Their memory is checked while Ray starts."""
     model = tmp_path / "model"
     shutil.copytree(MODEL, model)
     tensors = load_file(model / "model.safetensors")
@@ -154,7 +155,7 @@ def test_weights_that_do_not_fit_are_told_before_anything_is_deployed(tmp_path: 
 
 
 def its_terminal_closes(_: Path) -> None:
-    """Only `baton serve` hears of it: what it started is there until it ends it."""
+    """Hang up the terminal: only `baton serve` gets the signal, and it must end its child processes."""
     with terminal() as (window, programs), serving(programs) as process:
         read_until(window, b"starting gateway")
         started = descendants(process.pid)
@@ -166,7 +167,7 @@ def its_terminal_closes(_: Path) -> None:
 
 
 def all_processes_are_told_to_end_at_once(folder: Path) -> None:
-    """systemd does so (`KillMode=control-group`), and Ray's processes may be gone first."""
+    """Signal all processes, as systemd does (`KillMode=control-group`): Ray's may end first."""
     log = folder / "log"
     with log.open("w") as output, serving(output.fileno()) as process:
         eventually(lambda: "ok Ray Serve" in log.read_text() or _ended(process, log), START_S, log.read_text)
@@ -177,7 +178,7 @@ def all_processes_are_told_to_end_at_once(folder: Path) -> None:
         assert process.wait(END_S) == 0, log.read_text()
         assert "Stopped: every process has ended." in log.read_text()
         assert "Traceback" not in log.read_text()
-        assert "SIGTERM" not in log.read_text()  # by Ray's library, which would abort the process 3 s later
+        assert "SIGTERM" not in log.read_text()  # from Ray's library, which would abort the process 3 s later
         assert wait_until_gone(started, 0.0) == []
 
 

@@ -6,7 +6,7 @@
 A signature names the type of every argument that is no constexpr, as Triton writes it; `:16` says that an integer is a
 multiple of 16, which Triton finds out for itself at run time. Pointers count as aligned to 16 bytes, as torch's are.
 
-Where this process interprets kernels, a second one compiles them: Triton is in one mode for the life of a process.
+Where this process interprets kernels, a second process compiles them: a process cannot change Triton's mode.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import Any
 
 import torch
 
-H200_SHARED_BYTES = 227 * 1024  # that one program can have
+H200_SHARED_BYTES = 227 * 1024  # the most that one program can have
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel as the device would run it."""
+    """A kernel compiled for the device."""
 
     ptx: str
     ttgir: str
     shared_bytes: int
-    registers: int  # of one thread
-    spill_bytes: int  # of one thread: its stack, where values go that find no register
+    registers: int  # per thread
+    spill_bytes: int  # per thread: stack for the values that did not fit into registers
 
     @property
     def wgmma(self) -> bool:
@@ -46,7 +46,7 @@ class Compiled:
 
     @property
     def widest_load_bytes(self) -> int:
-        """The most bytes that one instruction of a thread loads from global memory, asynchronous copies included."""
+        """Return the most bytes from global memory that one instruction of a thread loads, also asynchronously."""
         loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)", self.ptx)
         copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[\w.:]* \[.*?\], \[.*?\], (0x[0-9a-f]+|\d+)", self.ptx)
         sizes = [int(count or 1) * int(bits) // 8 for count, bits in loads] + [int(size, 0) for size in copies]
@@ -61,10 +61,10 @@ def compile_for_h200(
     max_spill_bytes: int = 0,
     **options: Any,
 ) -> Compiled:
-    """Compiles `kernel` (what `triton.jit` made of a function at the top of a module) down to machine code.
+    """Compile `kernel` (a `triton.jit` function at the top of a module) down to machine code.
 
-    `options` are Triton's (`num_warps`, `num_stages`, `maxnreg`, ...). Raises `TypeError` for arguments that are left
-    out or unknown, and `AssertionError` for a program that needs more shared memory than there is, or spills.
+    `options` are Triton's (`num_warps`, `num_stages`, `maxnreg`, ...). Raises `TypeError` for missing or unknown
+    arguments, and `AssertionError` for a program that spills or needs more shared memory than there is.
     """
     _check_arguments(kernel, signature, constexprs)
     compiled = _compile(kernel, dict(signature), dict(constexprs), options)
@@ -79,10 +79,10 @@ def compile_for_h200(
 
 
 def compile_launches(function: Callable[..., object], *args: object) -> list[str]:
-    """Compile for an H200 what a function launches on tensors of a CPU, and return the names of the kernels.
+    """Compile for an H200 every kernel that a function launches on CPU tensors, and return the kernels' names.
 
-    The function is at the top of a module. Nothing runs, so values are arbitrary. The interpreter does not check that
-    both branches of a condition give values of one type: this does. Raises what the compiler raises.
+    The function is at the top of a module. Nothing runs, so values are arbitrary. Unlike the interpreter, the compiler
+    also checks that both branches of a condition give values of one type. Raises the compiler's errors.
     """
     return _compiler().submit(_compile_launches, function, args).result()
 
@@ -109,7 +109,7 @@ def _compile_launches(function: Callable[..., object], args: tuple[object, ...])
 def _arguments_of_launch(
     kernel: Any, given: tuple[object, ...], named: dict[str, object]
 ) -> tuple[dict[str, str], dict[str, object], dict[str, Any]]:
-    """Return what `_compile_here` takes: types of arguments, constants and options of a launch."""
+    """Return a launch's argument types, constants and options, as `_compile_here` takes them."""
     from triton.runtime.jit import type_canonicalisation_dict
 
     values = dict(zip(kernel.arg_names, given, strict=False))
@@ -153,7 +153,7 @@ def _compile(
 
 @functools.cache
 def _compiler() -> ProcessPoolExecutor:
-    """A process that does not interpret, up and running."""
+    """Return a running process whose Triton compiles instead of interpreting."""
     mode = os.environ.pop("TRITON_INTERPRET")
     try:
         pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))

@@ -1,4 +1,7 @@
-"""In place of the threads that make masks: steps do not depend on when these are done."""
+"""An executor that works on the caller's thread, in place of the threads that make grammar masks.
+
+For tests whose steps must not depend on when a mask is ready.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from baton.engine.core.engine import EngineCore
 
 
 class AtOnce(Executor):
-    """Does work when it is submitted."""
+    """An executor that runs work as soon as it is submitted."""
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

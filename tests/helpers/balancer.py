@@ -1,4 +1,4 @@
-"""A real balancer in front of real gateways, all of them processes of a test."""
+"""A real load balancer in front of real gateways, all of them processes that a test starts."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ READY_S = 60.0
 
 @dataclass(frozen=True)
 class Balancer:
-    """A program and how its configuration that is shipped is run by a test."""
+    """A load balancer's program, and how a test runs it with the configuration that Baton ships."""
 
     program: str
     config: str
     checks: Callable[[Path], list[str]]
     runs: Callable[[Path], list[str]]
-    drain_s: float  # of gateways behind it
-    without: str = ""  # a line of the configuration that a test leaves out
+    drain_s: float  # drain time of the gateways behind it
+    without: str = ""  # a line that the test removes from the configuration
 
     def configure(self, folder: Path, port: int, gateways: list[int]) -> Path:
-        """The file that is shipped, with another port, a line for each gateway, and without the one left out."""
+        """Write the shipped configuration with another port and a line for each gateway, without the line `without`."""
         text = (CONFIGS / self.config).read_text()
         assert self.without in text
         text = text.replace(self.without, "")
@@ -81,13 +81,13 @@ ALL_BALANCERS = [*BALANCERS, ENVOY]
 
 
 def is_missing(program: str) -> bool:
-    """In continuous integration nothing is left out: what is missing fails."""
+    """Return whether a program is missing; in continuous integration, where no test may be skipped, fail instead."""
     return shutil.which(program) is None and not os.environ.get("CI")
 
 
 @contextlib.contextmanager
 def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Ended, whatever happens, with the workers that it has started."""
+    """Run a command, and end it afterwards, with the workers that it has started, whatever happens."""
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -110,7 +110,7 @@ def wait_until_healthy(port: int) -> None:
 
 
 def answered_by(port: int) -> float:
-    """Return how many requests the gateway at this port has served; its scrape may have those of others, too."""
+    """Return how many requests the gateway at this port has served; its scrape may include other gateways, too."""
     url = f"http://127.0.0.1:{port}"
     gateway = httpx.get(f"{url}/v1/cluster/ranks").json()["gateway"]
     lines = httpx.get(f"{url}/metrics").text.splitlines()
@@ -123,18 +123,18 @@ def answered_by(port: int) -> float:
 
 @dataclass
 class Load:
-    """Clients that ask again and again, each on connections of its own."""
+    """Clients that send requests in a loop, each on its own connections."""
 
     port: int
     clients: int
     stream: bool
     keep_alive: bool = True
-    resumable: bool = False  # streams that break go on at the next gateway
+    resumable: bool = False  # continue a broken stream at the next gateway
     model: str = "tiny"
     failures: list[str] = field(default_factory=list)
     answered: int = 0
     resumed: int = 0
-    answers: set[tuple[int, str]] = field(default_factory=set)  # each client asks for the same again and again
+    answers: set[tuple[int, str]] = field(default_factory=set)  # each client always sends the same request
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""The `baton` command, called in this process: an interpreter that imports it anew takes a second of a core."""
+"""The `baton` command, called in this process: a new interpreter would spend a second of CPU time on imports."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .kept_logging import kept_logging
 
 
 def run_baton(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that starts nothing and ends by itself, and return its exit code and output.
+    """Run a command that starts no processes and ends by itself, and return its exit code and output.
 
-    The output goes into a pipe, as far as the command can tell, of a terminal with 200 columns.
+    The output goes into a pipe, but the command sees a terminal with 200 columns.
     """
     stdout, stderr = io.StringIO(), io.StringIO()
     with kept_logging(), pytest.MonkeyPatch.context() as patch:

@@ -1,8 +1,8 @@
-"""The chart as Helm renders it, and what its objects must fit.
+"""The chart as Helm renders it, and the schemas that its objects must fit.
 
-`rayservice_v1.json.gz` is the schema that the Kubernetes API holds a RayService to: `spec.versions[v1].schema` (less
-`status`) of ray-operator/config/crd/bases/ray.io_rayservices.yaml of github.com/ray-project/kuberay. The file names no
-release (controller-gen v0.16.5); by its fields it is newer than 1.6. Its sha256:
+`rayservice_v1.json.gz` is the schema against which the Kubernetes API checks a RayService: `spec.versions[v1].schema`
+(less `status`) of ray-operator/config/crd/bases/ray.io_rayservices.yaml of github.com/ray-project/kuberay. The file
+names no release (controller-gen v0.16.5); by its fields it is newer than 1.6. Its sha256:
 0a8fc325e6e22b9231c1f282b309555e2ecf94227ca20a03df3d1d9a403907ab
 """
 
@@ -47,7 +47,7 @@ class Release:
     notes: str
 
     def all(self, kind: str) -> dict[str, Object]:
-        """By the part of the name behind the release's."""
+        """Return the objects of a kind, by the part of their name after the release's name."""
         found = [entry for entry in self.objects if entry["kind"] == kind]
         return {entry["metadata"]["name"].removeprefix("demo-baton").lstrip("-"): entry for entry in found}
 
@@ -62,7 +62,7 @@ class Release:
 
     @property
     def application(self) -> Object:
-        """The application in the RayService's Serve config: its `args`, with what `deployments` change."""
+        """Return the application in the RayService's Serve config: its `args`, with the changes of `deployments`."""
         (application,) = yaml.safe_load(self.service["serveConfigV2"])["applications"]
         return with_deployments(application["args"], application["deployments"])
 
@@ -72,7 +72,7 @@ class Release:
 
     @property
     def pods(self) -> dict[str, Object]:
-        """The pod template of every kind."""
+        """Return the pod template of every kind of pod."""
         head = {"head": self.cluster["headGroupSpec"]["template"]}
         return head | {name: group.spec["template"] for name, group in self.groups.items()}
 
@@ -102,7 +102,7 @@ class Group:
 
     @property
     def offers(self) -> dict[str, float]:
-        """Return what one pod has for Ray, by Ray's names."""
+        """Return the resources that one pod offers to Ray, by Ray's names."""
         params = self.spec["rayStartParams"]
         quoted = params["resources"]
         assert quoted[0] == quoted[-1] == "'", "it goes through a shell"
@@ -110,7 +110,7 @@ class Group:
 
 
 def render(values: Object, name: str = "demo") -> Release:
-    """Raises `helm_python.HelmError` for values that the chart refuses."""
+    """Render the chart with these values. Raises `helm_python.HelmError` for values that the chart refuses."""
     chart().validate_schema(values)
     texts = chart().render(values, name=name, namespace="llm")
     objects, notes = [], ""
@@ -128,7 +128,7 @@ def example(name: str) -> Release:
 
 
 def merged(*parts: Mapping[str, Any]) -> Object:
-    """Later values over earlier ones, at every depth."""
+    """Merge values at every depth; later ones override earlier ones."""
     result: Object = {}
     for part in parts:
         for key, value in part.items():
@@ -139,7 +139,7 @@ def merged(*parts: Mapping[str, Any]) -> Object:
 
 @functools.cache
 def rayservice_schema() -> Object:
-    """With unknown fields refused, where Kubernetes would drop them."""
+    """Return the schema, made to refuse unknown fields, which Kubernetes would silently drop."""
     schema = json.loads(gzip.decompress(CRD_SCHEMA.read_bytes()))
     for part in _parts(schema):
         if "properties" in part and not part.get("x-kubernetes-preserve-unknown-fields"):

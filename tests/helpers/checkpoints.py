@@ -2,8 +2,8 @@
 
     folder = write_checkpoint(tmp_path / "m", "qwen3", shards=3, rope=ROPES["yarn"])
 
-Every parameter is random, also the biases and norms that `transformers` would start at zero and one: a loader or a
-layer that leaves one out gives other logits. The same arguments give the same bytes.
+Every parameter is random, also biases and norms, which `transformers` would initialize to zero and one: a loader or
+layer that leaves one out then gives other logits. The same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,12 @@ ARCHITECTURES = (
     "mimo_v2_flash",
     "gemma4_text",
 )
-TIED = tuple(
-    name for name in ARCHITECTURES if name not in ("nemotron_h", "kimi_linear")
-)  # whose head may be the embedding
+# Architectures whose output layer may be tied to the embedding:
+TIED = tuple(name for name in ARCHITECTURES if name not in ("nemotron_h", "kimi_linear"))
 
-
-# In bfloat16, of models of these sizes:
-NEAR_TIE = 0.25  # of a logprob: about the largest error that rounding makes
-MISROUTED = 0.125  # of a mixture's tokens: rounding sends those with nearly tied experts to others, by any distance
+# In bfloat16, for models of these sizes:
+NEAR_TIE = 0.25  # of a logprob: about the largest rounding error
+MISROUTED = 0.125  # of an MoE's tokens: rounding sends some to other, nearly tied experts, which changes any logit
 
 
 def write_checkpoint(
@@ -62,7 +60,7 @@ def write_checkpoint(
     rope: dict[str, Any] | None = None,
     **config: Any,
 ) -> Path:
-    """Writes config.json, generation_config.json and safetensors (at least `shards` files); returns `folder`.
+    """Write config.json, generation_config.json and safetensors (at least `shards` files); return `folder`.
 
     `config` overrides any key of the Hugging Face config (`tie_word_embeddings=True`, `num_hidden_layers=2`, ...).
     """
@@ -77,8 +75,10 @@ def write_checkpoint(
 
 
 def _write_as_published(model: Any, folder: Path, shard_bytes: int) -> None:
-    """Write the weights of an OLMo Hybrid once more: `transformers` cuts its convolutions into three equal parts,
-    whatever the widths of q, k and v, and gives a norm of attention the name of another one.
+    """Rewrite the weights of an OLMo Hybrid as they are published.
+
+    `transformers` cuts its convolutions into three equal parts, whatever the widths of q, k and v, and renames one of
+    attention's norms.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -104,7 +104,7 @@ def _write_as_published(model: Any, folder: Path, shard_bytes: int) -> None:
 def make_model(
     architecture: str, *, dtype: str = "float32", seed: int = 0, rope: dict[str, Any] | None = None, **config: Any
 ) -> Any:
-    """The `transformers` model that `write_checkpoint` saves: the yardstick of the parity tests."""
+    """Return the `transformers` model that `write_checkpoint` saves: the reference of the parity tests."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     differences = DIFFERENCES[architecture]
@@ -113,15 +113,15 @@ def make_model(
     hf_config = AutoConfig.for_model(architecture, **keys)
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
     for module in model.modules():
-        if hasattr(module, "limit"):  # of gpt-oss's experts: some versions take 7 whatever the config says
+        if hasattr(module, "limit"):  # gpt-oss's experts: some versions of transformers take 7 whatever the config says
             module.limit = hf_config.swiglu_limit
-    adds_one = architecture.startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))  # to what is stored of norms
+    adds_one = architecture.startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))  # to the stored weights of norms
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
         for name, parameter in {**dict(model.named_parameters()), **buffers}.items():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:  # that of a delta net's heads is stored as it is
+            if "norm" in name:  # a gated delta net's norm of its heads is applied as it is stored
                 center = 0.0 if adds_one and "linear_attn" not in name else 1.0
                 parameter.copy_(center + 0.2 * noise)
             elif name.endswith("layer_scalar"):
@@ -136,7 +136,7 @@ def make_model(
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Sets keys of config.json; None removes one."""
+    """Set keys of config.json; None removes a key."""
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **changes}
     path.write_text(

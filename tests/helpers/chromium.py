@@ -18,7 +18,7 @@ import aiohttp
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser")
 START_S = 30.0
 WAIT_S = 20.0
-# As root there is no sandbox; the rest keeps the browser from asking the network anything of its own.
+# Root gets no sandbox. The other flags keep the browser from sending network requests of its own.
 OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--remote-debugging-port=0"),
@@ -54,7 +54,7 @@ class Tab:
         return found["result"].get("value")
 
     async def until(self, expression: str) -> None:
-        """Wait until an expression is true; fails with the page's text where that does not happen."""
+        """Wait until an expression is true; fail with the page's text if that takes too long."""
         try:
             async with asyncio.timeout(WAIT_S):
                 while not await self.evaluate(f"Boolean({expression})"):

@@ -48,7 +48,7 @@ from baton.kv_transfer.protocol.stats import TransferStats
 
 from .fake_runner import FakeRunner, Scripts
 
-MOST_DRAFTS = 4  # of a request in a step, where tokens are guessed
+MOST_DRAFTS = 4  # drafts of a request in a step, where the engine drafts
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Wire:
     """The link between the engines' memories, with its faults."""
 
     hold: bool = False  # transfers start and do not end
-    lose: int = 0  # so many transfers fail
-    progressive: bool = False  # long prompts are on offer before they are read
+    lose: int = 0  # the number of the next transfers that fail
+    progressive: bool = False  # prefill engines offer long prompts before they have read them
     offers: dict[bytes, WireOffer] = field(default_factory=dict)
 
 
@@ -118,7 +118,7 @@ class FakeConnector(GrowingConnector):
 
     @property
     def is_busy(self) -> bool:
-        """The next poll may have news."""
+        """Return whether the next poll may bring events."""
         return bool(self._pulls or self._events)
 
     def poll(self) -> list[ConnectorEvent]:
@@ -150,7 +150,7 @@ class FakeConnector(GrowingConnector):
 
 
 class FakeEngine:
-    """One engine's process. `pause` stops it between two steps, `die` is a kill -9."""
+    """One engine process. `pause` stops it between two steps; `die` acts as `kill -9`."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class FakeEngine:
         self.core = EngineCore(config, self.runner, self.connector, grammars=grammars, drafting=drafting)
         self.streams: dict[tuple[str, int], FakeStream] = {}
         self.submitted: list[EngineRequest] = []
-        self.generations: dict[str, int] = {}  # the newest of each request
+        self.generations: dict[str, int] = {}  # the newest generation of each request
         self.alive = True
         self.running = asyncio.Event()
         self.running.set()
@@ -216,7 +216,7 @@ class FakeEngine:
         self.streams.clear()
 
     def abort(self, request_id: str, generation: int) -> None:
-        """A newer generation lives on."""
+        """Abort a request's attempts up to this generation; a newer one continues."""
         if self.alive and generation >= self.generations.get(request_id, generation):
             self.core.abort(request_id)
 
@@ -226,7 +226,7 @@ class FakeEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """Tell all but the times of steps: on a busy machine they would say that one engine is slower than others."""
+        """Return statistics without step times: a busy machine would make one engine look slower than another."""
         return msgspec.structs.replace(self.core.stats(), step_times=StepTimes())
 
     @property
@@ -259,7 +259,7 @@ class FakeStream:
         return item
 
     async def aclose(self) -> None:
-        """As the real one: where the last output was not taken, it may tell of KV that nobody else knows of."""
+        """Close the stream as the real one does: an output that nobody took may name an offer unknown to others."""
         if not self._ended:
             self._ended = True
             self._engine.streams.pop(self._key, None)
@@ -278,7 +278,7 @@ class FakeCluster:
         self.aborts: list[tuple[str, str]] = []
         self.begun: list[tuple[str, str, int]] = []
         self.reach = Reach()
-        self.new_drafter: Callable[[], Drafter] | None = None  # of engines that start from now on
+        self.new_drafter: Callable[[], Drafter] | None = None  # for engines that start from now on
         self.client_counters = ClientCounters()
         self.gateways: list[GatewayRecord] = []
         self.fault: Callable[[FakeEngine, EngineRequest], EngineError | None] = lambda engine, request: None
@@ -356,7 +356,7 @@ class FakeCluster:
         self._find(record).abort(request_id, generation)
 
     async def settled(self) -> None:
-        """Waits until no living engine has a block in use; fails where that does not happen."""
+        """Wait until no living engine has a block in use; fail if that does not happen."""
         async with asyncio.timeout(20):
             while not all(self._is_idle(engine) for engine in self.members if engine.alive):
                 await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The beginning of a script whose Triton kernels are meant for an H200 that is not there: launches are noted only."""
+"""Import this first in a script whose Triton kernels target an H200 that is not there: launches are only recorded."""
 
 FAKE_GPU = """
 import torch

@@ -42,7 +42,7 @@ class FakeRunner:
         self._config = config
         self._scripts = scripts
         self._rows: dict[int, Row] = {}
-        self._masks: dict[tuple[str, int], bytes] = {}  # by request and the tokens before the drawn one
+        self._masks: dict[tuple[str, int], bytes] = {}  # by request and the number of tokens before the drawn one
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         if self.explode:
@@ -58,7 +58,7 @@ class FakeRunner:
         return FinishedStep(StepResult(plan.step, [self._run(self._rows[chunk.row], chunk) for chunk in plan.chunks]))
 
     def _write(self, row: Row, chunk: Chunk) -> None:
-        """Write the chunk's KV. Its drafts are tokens of the row until others are drawn in their place."""
+        """Write the chunk's KV. Its drafts count as the row's tokens until other tokens are drawn in their place."""
         row.blocks += chunk.new_block_ids[0] if chunk.new_block_ids else []
         start, end = row.num_computed, row.num_computed + chunk.num_tokens
         first_guess = chunk.start + chunk.num_drafts + 1 - len(chunk.drafts)

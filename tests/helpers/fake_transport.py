@@ -1,4 +1,4 @@
-"""Memory of several engines in one process, read in virtual time, with faults: the whole `Transport` without NIXL."""
+"""An in-process `Transport`: several engines' memories, read in virtual time, with faults, and without NIXL."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .virtual_clock import VirtualClock
 
 @dataclasses.dataclass
 class TransportFaults:
-    """Dials. Probabilities are per read; times in seconds are drawn evenly from their range."""
+    """Fault rates. Probabilities are per read; times in seconds are drawn uniformly from their range."""
 
     connect_s: tuple[float, float] = (0.0, 0.0)
     read_s: tuple[float, float] = (0.0, 0.0)
     slow: float = 0.0  # the read takes `slow_s` instead
     slow_s: tuple[float, float] = (0.0, 0.0)
     fail: float = 0.0  # the read reports failure half-way ...
-    late_s: tuple[float, float] = (0.0, 0.0)  # ... and what is left of it lands up to this much later
-    corrupt: float = 0.0  # one byte of one range is another
+    late_s: tuple[float, float] = (0.0, 0.0)  # ... and its remaining bytes land up to this much later
+    corrupt: float = 0.0  # one byte of one range is changed
     refuse: float = 0.0  # `read` raises
     break_peer: float = 0.0  # connecting fails
 
@@ -46,10 +46,10 @@ class FakeFabric:
     def __init__(
         self, clock: VirtualClock, rng: random.Random, faults: TransportFaults | None = None, *, helped: bool = False
     ) -> None:
-        """`helped`: connections and reads end only when whoever is read makes progress, as over TCP."""
+        """Create the fabric. `helped`: connections and reads end only if the remote agent makes progress, as by TCP."""
         self.clock = clock
         self._helped = helped
-        self._waiting: dict[str, list[Callable[[], None]]] = {}  # for an agent's help
+        self._waiting: dict[str, list[Callable[[], None]]] = {}  # actions that wait for an agent's progress, by agent
         self.rng = rng
         self.faults = faults or TransportFaults()
         self.on_write: Callable[[str, int, int], None] = lambda agent, offset, num_bytes: None
@@ -60,12 +60,12 @@ class FakeFabric:
         return FakeTransport(self, name, bytes_per_s)
 
     def kill(self, name: str) -> None:
-        """The process is gone: nobody reads its memory, and nothing lands in it."""
+        """End an agent's process: nobody reads its memory any more, and nothing lands in it."""
         self._memories.pop(name, None)
         self.help(name)
 
     def with_help_of(self, name: str, action: Callable[[], None]) -> None:
-        """When it makes progress next, or is gone."""
+        """Run an action as soon as the agent makes progress, or has been killed."""
         if self._helped and name in self._memories:
             self._waiting.setdefault(name, []).append(action)
         else:
@@ -106,7 +106,7 @@ class FakeTransport:
     num_fallbacks = 0
 
     def __init__(self, fabric: FakeFabric, agent: str, bytes_per_s: float | None = None) -> None:
-        """`bytes_per_s`: the rate that is told of every connected peer."""
+        """Register an agent's memory. `bytes_per_s` is the rate reported for every connected peer."""
         self._bytes_per_s = bytes_per_s
         self._fabric = fabric
         self._agent = agent

@@ -1,4 +1,4 @@
-"""Full implementations of the neighbours' protocols, with faults one can dial in."""
+"""Complete fakes of the protocols between components, with faults that tests can set."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from baton.engine.net.curve import ClusterKey
 from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S
 from baton.kv_transfer.protocol.stats import TransferStats
 
-STEP_S = 0.0005  # as while a device computes: other threads may run
+STEP_S = 0.0005  # a step sleeps as if a device computed, so that other threads run
 
 
 class CountingEngine:
-    """An engine whose answer to a prompt is 1, 2, 3, ...: one token a step and request, whoever began it.
+    """An engine whose answer to every prompt is 1, 2, 3, ...: one token a step and request.
 
-    `hold` stops all progress while it is cleared; `hang` the step itself; `explode` makes the next step fail.
+    Clearing `hold` stops all progress; clearing `hang` blocks the step itself; `explode` makes the next step fail.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Answers as models of each family write them, put together here from what their makers document."""
+"""Answers in the format of each model family, built here from what the models' makers document."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def deepseek31(words: str, calls: Sequence[Call]) -> str:
 
 
 def harmony(words: str, calls: Sequence[Call], thought: str = "") -> str:
-    """As its library writes it; the last end is a stop token, which is not in the text."""
+    """Return an answer as OpenAI's harmony library writes it, less the last end marker, which is a stop token."""
     messages = [f"<|channel|>analysis<|message|>{thought}"] if thought else []
     if words:
         messages.append(f"<|channel|>{'commentary' if calls else 'final'}<|message|>{words}")
@@ -72,7 +72,7 @@ def harmony(words: str, calls: Sequence[Call], thought: str = "") -> str:
 
 
 def harmony_of_120b(words: str, calls: Sequence[Call], thought: str = "") -> str:
-    """Whom a call is for comes before its channel, which is that of thoughts, and its content is said to be code."""
+    """Return an answer as gpt-oss-120b writes it: a call names its recipient before the channel, and type `code`."""
     messages = [f"<|channel|>analysis<|message|>{thought}"] if thought else []
     if words:
         messages.append(f"<|channel|>final<|message|>{words}")
@@ -89,7 +89,7 @@ def pythonic(words: str, calls: Sequence[Call]) -> str:
 
 
 def text(value: Any) -> str:
-    """As it stands between tags."""
+    """Return the value as text, as it stands between tags."""
     return value if isinstance(value, str) else dumped(value)
 
 
@@ -102,7 +102,7 @@ def qwen3_coder(words: str, calls: Sequence[Call]) -> str:
 
 
 def qwen3_coder_in_one_line(words: str, calls: Sequence[Call]) -> str:
-    """But for the values; and the outer tag before the call is forgotten."""
+    """Return the answer in one line, except for the values, and without the tag that should open the outer element."""
     written = []
     for name, given in calls:
         parameters = "".join(f"<parameter={key}>\n{text(value)}\n</parameter>" for key, value in given.items())
@@ -151,11 +151,11 @@ def deepseek32(words: str, calls: Sequence[Call]) -> str:
 class Writer:
     form: str
     write: Callable[..., str]
-    takes_one: bool = False  # call an answer
-    takes_both: bool = True  # words and calls
-    thinks: bool = False  # in the form itself
-    streams: bool = True  # arguments before their call is whole, as JSON
-    takes_names: bool = False  # as keys of arguments, and nothing else; of a type that they say
+    takes_one: bool = False  # at most one call per answer
+    takes_both: bool = True  # words and calls in one answer
+    thinks: bool = False  # the format itself has a place for thoughts
+    streams: bool = True  # arguments arrive as JSON before their call is complete
+    takes_names: bool = False  # argument names only as keys, and only of a type that the schema names
 
 
 WRITERS = {
@@ -189,7 +189,7 @@ def told(words: str, calls: Sequence[Call], thought: str = "") -> list[OutputPar
 
 
 def joined(parts: Sequence[OutputPart]) -> list[OutputPart]:
-    """Pieces of one kind put together."""
+    """Join consecutive pieces of one kind."""
     whole: list[OutputPart] = []
     for part in parts:
         last = whole[-1] if whole else None

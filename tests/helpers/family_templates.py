@@ -1,4 +1,4 @@
-"""Small chat templates of the families of models, as theirs in what matters: what they read, and how they join it."""
+"""Small chat templates of the model families: like the originals in which fields they read and how they join them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that reach an open port from outside: health checks, scanners, members of something else."""
+"""Bytes that reach an open port from outside: health checks, scanners, members of other systems."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ GARBAGE = {
 
 
 def say(where: tuple[str, int], what: bytes) -> socket.socket:
-    """The connection, on which nothing more is said."""
+    """Connect, send these bytes and nothing more, and return the open connection."""
     stranger = socket.create_connection(where, timeout=30)
     stranger.sendall(what)
     return stranger
 
 
 def ports_of_this_process() -> set[tuple[str, int]]:
-    """Return where it listens."""
+    """Return the addresses at which this process listens."""
     links = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
     own = {os.readlink(link) for link in links if link.is_symlink()}
     return {
@@ -48,7 +48,7 @@ def ports_of_this_process() -> set[tuple[str, int]]:
 
 
 def _place(written: str) -> tuple[str, int]:
-    """Words of 32 bits, each as this machine keeps it; loopback where it is any address."""
+    """Parse an address of /proc/net/tcp: 32-bit words in this machine's byte order. Any-addresses become loopback."""
     host, _, port = written.partition(":")
     words = [bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8)]
     address = b"".join(words)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints in 8 bits, each beside the plain one of exactly the same values."""
+"""Tiny FP8 checkpoints, each with an unquantized twin of exactly the same values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.kernels import fp8
 from .checkpoints import write_checkpoint
 from .draft_layers import with_draft_layer
 
-# Sizes that blocks of 128 divide, except for what a model's vocabulary is.
+# Blocks of 128 divide all sizes but the vocabulary's.
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 2}
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 WHOLE = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
@@ -58,9 +58,9 @@ def write_fp8_checkpoint(
     drafts: bool = False,
     **config: Any,
 ) -> tuple[Path, Path]:
-    """Return (a checkpoint in 8 bits, the plain one of exactly the same values).
+    """Return (an FP8 checkpoint, an unquantized one of exactly the same values).
 
-    `keep` are patterns of layers that stay plain in both. With `drafts` there is a draft layer.
+    `keep` are patterns of layers that stay unquantized in both. With `drafts` there is a draft layer.
     """
     write = with_draft_layer if drafts else write_checkpoint
     write(folder / "plain", architecture, **{**({} if drafts else SHAPE), **config})
@@ -97,7 +97,7 @@ def write_fp8_checkpoint(
 
 
 def quantized(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """Return a weight [N, K], or a stack of them, in 8 bits, and its scales as a checkpoint stores them."""
+    """Quantize a weight [N, K], or a stack of them, to FP8; return it and its scales as a checkpoint stores them."""
     if weight.dim() == 3:
         matrices = [quantized(matrix, form) for matrix in weight]
         return torch.stack([data for data, _ in matrices]), torch.stack([scale for _, scale in matrices])

@@ -1,4 +1,4 @@
-"""A gateway over real engine cores on a fake model, spoken to through ASGI or, for streams, over TCP."""
+"""Fixtures: a gateway over real engine cores with a fake model, called through ASGI or, for streams, over TCP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def model(tokenizer: Tokenizer) -> ServedModel:
 
 @pytest.fixture
 async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
-    """`start(Role.PREFILL, Role.DECODE, api_keys=[...])`: a gateway with these engines and settings."""
+    """Return a function that starts a gateway with engines of these roles and these settings.
+
+    For example `start(Role.PREFILL, Role.DECODE, api_keys=[...])`.
+    """
     services: list[Service] = []
 
     def start_service(
@@ -101,7 +104,7 @@ def grammars(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(params=["unified", "disaggregated"])
 async def service(start: Callable[..., Service], request: pytest.FixtureRequest) -> Service:
-    """Whatever is true of a gateway is true with one engine and with two."""
+    """Start a gateway once with one engine and once with two: what tests demand must hold for both."""
     roles = [Role.UNIFIED] if request.param == "unified" else [Role.PREFILL, Role.DECODE]
     return start(*roles)
 
@@ -115,7 +118,7 @@ def thinker(model: ServedModel, tokenizer: Tokenizer) -> ServedModel:
 async def responses(
     start: Callable[..., Service], thinker: ServedModel, grammars: XGrammarBackend, request: pytest.FixtureRequest
 ) -> Service:
-    """A model that thinks and calls, and can be held to a grammar."""
+    """Start a gateway whose model thinks, calls functions and supports grammars."""
     return start(*request.param, served=thinker, grammars=grammars)
 
 

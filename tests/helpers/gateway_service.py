@@ -1,4 +1,4 @@
-"""A gateway and its engines, and what tests do with them."""
+"""A gateway with its engines, and the operations that tests perform on it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from baton.engine.text import Tokenizer
 
 from .fake_cluster import FakeCluster
 
-HANGS_AFTER_S = 100.0  # a limit for what never ends; on a busy machine, all else may take its time
+HANGS_AFTER_S = 100.0  # a limit for what would never end; everything else may take its time on a busy machine
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -45,7 +45,7 @@ class Service:
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=HANGS_AFTER_S)
 
     def script(self, prompt: str, answer: str | list[int], *, end: bool = True) -> None:
-        """Answer this prompt with a text from now on: its tokens, then end-of-sequence."""
+        """Answer this prompt with `answer` from now on: its tokens, then end-of-sequence."""
         tokens = self.tokenizer.encode(answer) if isinstance(answer, str) else list(answer)
         ending = [self.tokenizer.eos_token_id] if end else []
         self.cluster.scripts[tuple(self.tokenizer.encode(prompt))] = tokens + ending
@@ -62,7 +62,7 @@ class Service:
 
     @asynccontextmanager
     async def over_tcp(self) -> AsyncIterator[str]:
-        """The base URL of a real server, in this event loop."""
+        """Serve over TCP in this event loop, and give the base URL."""
         listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(
             self.app, http=GuardedHttpProtocol, lifespan="off", log_level="warning", timeout_graceful_shutdown=1
@@ -89,14 +89,14 @@ class Service:
             yield client
 
     async def metrics(self) -> dict[str, float]:
-        """Sample name with labels -> value."""
+        """Return the metrics as a dict from sample name with labels to value."""
         lines = (await self.http.get("/metrics")).text.splitlines()
         samples = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return {name: float(value) for name, value in samples}
 
 
 def events(body: str) -> list[Any]:
-    """The payloads of a stream of server-sent events; `[DONE]` as it is."""
+    """Return the payloads of a stream of server-sent events; `[DONE]` unchanged."""
     assert body.endswith("\n\n")
     payloads = [event.removeprefix("data: ") for event in body.split("\n\n")[:-1]]
     assert all("\n" not in payload for payload in payloads)
@@ -110,7 +110,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def check_refused(response: httpx.Response, status: int, param: str | None, code: str | None = None) -> str:
-    """The error has OpenAI's shape and says what it should. Returns its message."""
+    """Check that the error has OpenAI's shape and these fields. Returns its message."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]

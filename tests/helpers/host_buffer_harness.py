@@ -1,4 +1,4 @@
-"""A host buffer over a connector whose doings the test decides."""
+"""A host buffer over a connector whose actions the test controls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Inner:
-    """The connector below `HostBufferConnector`, in which the test decides what happens."""
+    """The connector below `HostBufferConnector`; the test controls its transfers."""
 
     offers_early = True
     address = "tcp://here"
@@ -73,7 +73,7 @@ class Inner:
         self.end_offer(transfer_id, OfferOutcome.WITHDRAWN)
 
     def end_offer(self, transfer_id: TransferId, outcome: OfferOutcome) -> None:
-        """Once."""
+        """End an offer and report that, once: a second call does nothing."""
         if self.offered.pop(transfer_id, None) is not None:
             self.events.append(OfferEnded(transfer_id, outcome))
 
@@ -100,7 +100,7 @@ class Station:
     """A `HostBufferConnector` of eight slots over sixteen blocks, on an `Inner`."""
 
     def __init__(self) -> None:
-        self.now_s: float | None = None  # the buffer's clock stands there
+        self.now_s: float | None = None  # if set, the buffer's clock stands still at this time
         self.blocks = np.arange(16, dtype=np.uint8)[:, None].repeat(LAYOUT.block_bytes, axis=1)
         region = CacheRegion.of(ArenaRegion(self.blocks.ctypes.data, 16, "cpu", LAYOUT, 0, 2))
         self.woken = threading.Event()

@@ -1,10 +1,11 @@
-"""A server on this machine that speaks the Hub's API for the models in some folders, and can be made to misbehave.
+"""A local server of the Hub's API for the models in some folders, with faults that tests can set.
 
     GET       /api/models/ORG/NAME/revision/REVISION    the commit of a branch or a tag
     GET       /api/models/ORG/NAME/tree/COMMIT          names, sizes and digests of the files
     HEAD GET  /ORG/NAME/resolve/COMMIT/FILE             a file or the rest of it (Range)
 
-As `huggingface_hub` asks (1.31 to 2.4); files of weights are named by their SHA-256 as on the Hub.
+It serves the requests that `huggingface_hub` sends (1.31 to 2.4). Weight files are identified by their SHA-256, as on
+the Hub.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ class HubServer:
     """The models that are served, their faults, and the requests that came."""
 
     url: str
-    folders: dict[str, Path]  # by name
+    folders: dict[str, Path]  # by model name
     revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
-    token: str = ""  # without which no file is given
-    gated: bool = False  # files ask for the token, the rest does not
-    status: int = 0  # of every answer, where not 0
-    break_after: list[int] = field(default_factory=list)  # bytes of the next downloads of weights, which then break off
-    missing_bytes: int = 0  # of each file of weights, whose end never comes
-    corrupt: bool = False  # the last byte of weights is another
-    bytes_per_s: float = 0.0  # of a download; 0: as fast as can be
+    token: str = ""  # without this token the server gives no file
+    gated: bool = False  # only files need the token
+    status: int = 0  # the status of every answer, unless 0
+    break_after: list[int] = field(default_factory=list)  # each next download of weights breaks off after so many bytes
+    missing_bytes: int = 0  # each weight file ends so many bytes early
+    corrupt: bool = False  # change the last byte of weights
+    bytes_per_s: float = 0.0  # the rate of a download; 0: unlimited
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
 
     def downloads(self, suffix: str) -> list[str]:
-        """Return the paths of files with this ending that were downloaded, once for each time."""
+        """Return the paths of the downloaded files with this ending, once for each download."""
         return [
             path
             for method, path, _ in self.requests
@@ -52,7 +53,7 @@ class HubServer:
 
 @contextlib.contextmanager
 def hub_server(**folders: Path) -> Iterator[HubServer]:
-    """Serve folders as models. `demo__model=path` is `demo/model`."""
+    """Serve folders as models: `demo__model=path` becomes `demo/model`."""
 
     class Handler(_Handler):
         hub: HubServer
@@ -88,13 +89,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        if not (path.startswith("/api/models/") or "/resolve/" in path):  # the library asks for other things, too
+        if not (path.startswith("/api/models/") or "/resolve/" in path):  # the library requests other paths, too
             self._refuse(404, "", "Not found")
             return
         self.hub.requests.append((self.command, path, self.headers.get("Range", "")))
         words = path.strip("/").removeprefix("api/models/").split("/")
         org, name, what, revision, *file = [*words, "", ""][: max(4, len(words))]
-        with contextlib.suppress(ConnectionError):  # the client may have been ended
+        with contextlib.suppress(ConnectionError):  # the test may have ended the client
             self._answer_about(f"{org}/{name}", what, revision, "/".join(file))
 
     def _answer_about(self, model: str, what: str, revision: str, file: str) -> None:
@@ -140,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(data[first:], self.hub.break_after.pop(0) if is_lfs and self.hub.break_after else len(data))
 
     def _send(self, data: bytes, most: int) -> None:
-        """Send the data; all but the first `most` bytes are never sent, and the connection breaks."""
+        """Send the data. After `most` bytes, break the connection."""
         for start in range(0, min(len(data), most), CHUNK):
             part = data[start : min(start + CHUNK, most)]
             self.wfile.write(part)
@@ -185,7 +186,7 @@ def _is_lfs(name: str) -> bool:
 
 
 def _digest(file: Path) -> str:
-    """Return the name that the Hub has for the contents: of weights their SHA-256, else that of git."""
+    """Return the Hub's digest of a file: SHA-256 for weights, otherwise git's."""
     data = file.read_bytes()
     if _is_lfs(file.name):
         return hashlib.sha256(data).hexdigest()

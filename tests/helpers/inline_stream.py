@@ -1,4 +1,7 @@
-"""A stream where there is no GPU: work is done when the call returns. Implements `backends.cuda_stream.Stream`."""
+"""A CUDA stream's stand-in without a GPU: each call does its work before it returns.
+
+Implements `backends.cuda_stream.Stream`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from baton.engine.worker.outputs import Event
 
 
 class InlineStream:
-    """A captured step is the function itself."""
+    """A stream whose captured steps are plain functions."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Commands and processes set up the log of their own process: in a test, that is put back."""
+"""Restore a test process's logging after a command or process main function has set it up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.cluster import logs
 
 @contextlib.contextmanager
 def kept_logging() -> Iterator[None]:
-    """Begin with a log that nobody has set up, and put back handlers, levels and the request in the end."""
+    """Begin with logging that nobody has set up; restore handlers, levels and the logged request at the end."""
     kept = [(each, each.handlers[:], each.level, each.propagate) for each in map(logging.getLogger, logs.OURS)]
     for each, *_ in kept:
         each.handlers[:], each.propagate = [], True

@@ -1,4 +1,4 @@
-"""The processes that an `LLM` of several ranks has started, as the system sees them."""
+"""The processes that an `LLM` of several ranks has started, as the operating system lists them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import time
 from pathlib import Path
 
-SOON_S = 30.0  # by when a failure is told and all processes are gone
+SOON_S = 30.0  # within this time a failure is reported and all processes have ended
 
 
 def members(parent: int | None = None) -> list[int]:
-    """Processes of this one (or of `parent`) that are members of a group, oldest first."""
+    """Return the member processes that this process (or `parent`) has started, oldest first."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -24,7 +24,7 @@ def members(parent: int | None = None) -> list[int]:
 
 
 def assert_members_end(but: set[int] | None = None) -> None:
-    """Soon there are none but those."""
+    """Wait until no member processes are left except `but`; fail if that takes too long."""
     deadline = time.monotonic() + SOON_S
     while left := set(members()) - (but or set()):
         assert time.monotonic() < deadline, f"processes {left} are still there"

@@ -24,13 +24,13 @@ from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 
 from .process_context import FORKING
 
-TIMEOUT_S = {"cpu": 60.0, "cuda": 110.0}  # of one function, on a machine that others use as well
+TIMEOUT_S = {"cpu": 60.0, "cuda": 110.0}  # for one function, on a machine that others use as well
 GROUP_TIMEOUT_S = 20.0
-START_TIMEOUT_S = {"cpu": GROUP_TIMEOUT_S, "cuda": 60.0}  # devices wake up
+START_TIMEOUT_S = {"cpu": GROUP_TIMEOUT_S, "cuda": 60.0}  # time until all processes have started; GPUs take longer
 
 
 class PoolFailed(AssertionError):
-    """A function raised in a member, took too long, or ended its process. The message has the members' words."""
+    """A function raised in a member, took too long, or ended its process. The message has the member's output."""
 
 
 class MemberPool:
@@ -47,10 +47,10 @@ class MemberPool:
         device: str = "cpu",
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Return what `function(member, *args)` returns in each member of a group, in rank order.
+        """Run `function(member, *args)` in each member of a group, and return the results in rank order.
 
-        The function is one of a module's top level, its arguments and results pickle. It ends within `timeout_s`, by
-        default that of the device. Raises `PoolFailed`.
+        The function stands at the top of a module; its arguments and results can be pickled. It must end within
+        `timeout_s`, by default the device's limit. Raises `PoolFailed`.
         """
         size, rendezvous = tp * dp, Rendezvous()
         self._grow_to(size)
@@ -112,7 +112,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def device_of(member: Member) -> torch.device:
-    """Return where a member of the pool works."""
+    """Return the device of a member of the pool."""
     return torch.device("cpu") if member.device_index is None else torch.device("cuda", member.device_index)
 
 
@@ -120,7 +120,7 @@ def device_of(member: Member) -> torch.device:
 def groups_of(
     member: Member, spread: ExpertSpread | None = None, *, peer_memory: bool = True
 ) -> Iterator[ParallelGroups]:
-    """The groups of a member of the pool, on its device."""
+    """Return the communication groups of a member of the pool, on its device."""
     device = device_of(member)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -129,6 +129,6 @@ def groups_of(
         member, rendezvous_client, device, spread, timeout_s=GROUP_TIMEOUT_S, peer_memory=peer_memory
     )
     yield groups
-    groups.widest.agree([0])  # who is done first must not leave while others still talk
+    groups.widest.agree([0])  # a member that is done must not leave while others still communicate
     groups.close()
     groups.wait_closed(GROUP_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A tiny MiMo-V2-Flash with its three draft layers, and what these guess by plain torch."""
+"""A tiny MiMo-V2-Flash with its three draft layers, and a plain torch reference for their drafts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROTARY_DIM = int(KEY_DIM * _ROPE["partial_rotary_factor"])
 def write_mimo(folder: Path, *, dtype: str = "float32", **config: Any) -> Path:
     """Write a checkpoint whose draft layers lie in a file of their own, as published; return `folder`.
 
-    `config` are keys that differ from those of the smallest one, which alone `MimoReference` knows.
+    `config` overrides keys of the smallest config; `MimoReference` supports that smallest one only.
     """
     write_checkpoint(folder, "mimo_v2_flash", dtype=dtype, **config)
     generator = torch.Generator().manual_seed(21)
@@ -58,7 +58,7 @@ def write_mimo(folder: Path, *, dtype: str = "float32", **config: Any) -> Path:
         tensors |= {f"model.mtp.layers.{number}.{name}": tensor for name, tensor in layer.items()}
     save_file(tensors, folder / "model_mtp.safetensors", metadata={"format": "pt"})
     own = load_file(folder / "model.safetensors")
-    norm = own["model.norm.weight"]  # of ones; others show whether hidden states are read before it or behind
+    norm = own["model.norm.weight"]  # norms of ones would hide whether hidden states are read before or after the norm
     own["model.norm.weight"] = norm * (0.5 + torch.rand(len(norm), generator=generator)).to(norm.dtype)
     save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
     files = dict.fromkeys(own, "model.safetensors") | dict.fromkeys(tensors, "model_mtp.safetensors")
@@ -67,23 +67,23 @@ def write_mimo(folder: Path, *, dtype: str = "float32", **config: Any) -> Path:
 
 
 class MimoReference:
-    """The draft layers of a checkpoint of `write_mimo` beside a `transformers` model, in float32."""
+    """A reference in float32: the draft layers of a `write_mimo` checkpoint beside a `transformers` model."""
 
     def __init__(self, folder: Path) -> None:
         self._tensors = load_file(folder / "model_mtp.safetensors")
-        self._model = make_model("mimo_v2_flash").eval()  # the same that was written, but for a norm
+        self._model = make_model("mimo_v2_flash").eval()  # the written model, except for a norm
         self._model.model.norm.weight.data = load_file(folder / "model.safetensors")["model.norm.weight"]
 
     @torch.inference_mode()
     def accepted(self, whole: list[int], num_prompt: int, params: SamplingParams, most: int) -> list[int]:
-        """Return how many drafts are guessed right, by position in their step, of a request by itself.
+        """Return how many drafts of a request by itself are right, by their position in a step.
 
-        `whole` is its prompt, which is read in one step, and its answer; a step has up to `most` drafts.
+        `whole` is its prompt, which is read in one step, followed by its answer; a step has up to `most` drafts.
         """
         accepted = [0] * most
         table = torch.from_numpy(encode_row(params, seed=params.seed or 0, prompt_len=num_prompt))[None]
         hidden = self._states_of_model(whole)
-        read = torch.zeros(most, len(whole), dtype=torch.int64)  # by layer, the token beside each hidden state
+        read = torch.zeros(most, len(whole), dtype=torch.int64)  # by layer, the token paired with each hidden state
         start, known = 0, num_prompt  # a step ran the tokens from `start` on, and drew the one at index `known`
         while known + 1 < len(whole):
             guesses: list[int] = []
@@ -111,7 +111,7 @@ class MimoReference:
         return found[0]
 
     def _logits(self, layer: int, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits [V] of a layer behind the last of these tokens [T] and hidden states [T, hidden_size]."""
+        """Return a layer's logits [V] after the last of these tokens [T] and hidden states [T, hidden_size]."""
 
         def weight(name: str) -> Tensor:
             return self._tensors[f"model.mtp.layers.{layer}.{name}"]
@@ -126,7 +126,7 @@ class MimoReference:
         q, k, v = (
             each.unflatten(1, (-1, dim)).transpose(0, 1) for each, dim in ((q, KEY_DIM), (k, KEY_DIM), (v, VALUE_DIM))
         )
-        scores = _rotated(q) @ _rotated(k).transpose(1, 2) * KEY_DIM**-0.5  # as many heads of keys as of queries
+        scores = _rotated(q) @ _rotated(k).transpose(1, 2) * KEY_DIM**-0.5  # as many KV heads as query heads
         distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
         scores = scores.masked_fill((distance < 0) | (distance >= WINDOW), float("-inf"))
         sinks = weight("self_attn.attention_sink_bias")[:, None, None].expand(-1, len(x), 1)
@@ -140,7 +140,7 @@ class MimoReference:
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """Turn the first dimensions of heads [H, T, key_dim]."""
+    """Apply rotary embeddings to the first dimensions of heads [H, T, key_dim]."""
     frequencies = _ROPE["rope_theta"] ** (-torch.arange(0, ROTARY_DIM, 2) / ROTARY_DIM)
     angles = torch.outer(torch.arange(x.shape[1]), frequencies)
     cos, sin = (each.repeat(1, 2) for each in (angles.cos(), angles.sin()))

@@ -1,4 +1,4 @@
-"""Runs a model as an engine would: sequences in chunks, several in one step, KV in pages with shuffled ids."""
+"""Run a model as an engine would: sequences in chunks, several in one step, KV in blocks with shuffled ids."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class PagedRun:
     def __init__(
         self, model: CausalLM, num_seqs: int, max_len: int, seed: int = 0, *, rank: int = 0, num_ranks: int = 1
     ) -> None:
-        """`rank` of `num_ranks`: which tensor-parallel part the model is."""
+        """Allocate caches for `num_seqs` sequences. `rank` of `num_ranks`: the model's tensor-parallel part."""
         self.model = model
         self.device = model.model.norm.weight.data.device
         self.lens = [0] * num_seqs
         blocks_per_seq = -(-max_len // BLOCK_SIZE)
         num_blocks = num_seqs * blocks_per_seq + 3
         generator = torch.Generator().manual_seed(seed)
-        self.block_tables, self.arenas = [], []  # of each cache group
-        self.slots: dict[int, Tensor] = {}  # of each group with states: one of each sequence
+        self.block_tables, self.arenas = [], []  # for each cache group
+        self.slots: dict[int, Tensor] = {}  # for each group with states: one slot for each sequence
         for number, group in enumerate(model.config.caches.of_rank(rank, num_ranks).groups):
             if isinstance(group.blocks, StateLayout):
                 shape = (num_seqs + 2, group.blocks.block_bytes)
@@ -45,7 +45,7 @@ class PagedRun:
             self.arenas.append(torch.full(group.kv.shape(num_blocks), float("nan"), dtype=dtype, device=self.device))
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
-        """Runs (sequence, its next tokens) pairs in one step; gives log-probabilities [tokens, vocab] of each."""
+        """Run (sequence, its next tokens) pairs in one step; return log-probabilities [tokens, vocab] of each."""
         chunks = sorted(chunks, key=lambda chunk: len(chunk[1]) > 1)  # decodes come first
         for sequence, tokens in chunks:
             self.lens[sequence] += len(tokens)
@@ -61,7 +61,7 @@ class PagedRun:
     def caches(
         self, rows: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
     ) -> list[GroupCache | StateCache]:
-        """Return what the model is given of these sequences, whose last tokens run."""
+        """Return the model's cache arguments for a step that runs the last `query_lens` tokens of these sequences."""
         index = torch.tensor(rows, device=self.device)
         caches: list[GroupCache | StateCache] = []
         for number, (tables, arena) in enumerate(zip(self.block_tables, self.arenas, strict=True)):
@@ -77,13 +77,13 @@ class PagedRun:
 
 
 def chunked_logprobs(model: CausalLM, tokens: Sequence[int], chunk: int, **rank: int) -> Tensor:
-    """[tokens, vocab] of one sequence, `chunk` tokens a step. `rank`: see `PagedRun`."""
+    """Return log-probabilities [tokens, vocab] of one sequence, run `chunk` tokens a step. `rank`: see `PagedRun`."""
     run = PagedRun(model, 1, len(tokens), **rank)
     return torch.cat([run.step([(0, tokens[i : i + chunk])])[0] for i in range(0, len(tokens), chunk)])
 
 
 def greedy(model: CausalLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-    """Continues all prompts together, most likely token first."""
+    """Continue all prompts together, always with the most likely token."""
     run = PagedRun(model, len(prompts), max(map(len, prompts)) + num_tokens)
     outputs: list[list[int]] = [[] for _ in prompts]
     pending: list[Sequence[int]] = list(prompts)
@@ -96,7 +96,7 @@ def greedy(model: CausalLM, prompts: Sequence[Sequence[int]], num_tokens: int) -
 
 @torch.inference_mode()
 def reference_logprobs(reference: Any, tokens: Sequence[int]) -> Tensor:
-    """[tokens, vocab] float32 of a `transformers` model over a whole sequence at once, without a cache."""
+    """Return a `transformers` model's log-probabilities [tokens, vocab] in float32, computed without a cache."""
     logits: Tensor = reference(torch.tensor([list(tokens)], device=reference.device), use_cache=False).logits[0]
     return logits.float().log_softmax(-1)
 

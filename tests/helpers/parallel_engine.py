@@ -1,4 +1,4 @@
-"""Engines of a group in the processes of a `MemberPool`: the same requests through any division of a model."""
+"""Engines of a group in the processes of a `MemberPool`: the same requests, however the model is divided."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Served:
-    """The answers of one engine, in the order of the requests."""
+    """One engine's answers, in the order of the requests."""
 
     answers: list[Answer]
     stats: EngineStats
@@ -36,7 +36,7 @@ def engine_config(folder: str, **args: Any) -> EngineConfig:
 
 
 def requests_of(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[EngineRequest]:
-    """Each with a seed of its own."""
+    """Return one request for each prompt, each with a seed of its own."""
     return [
         EngineRequest(request_id=str(i), prompt_token_ids=list(prompt), sampling=params, seed=1234 + i)
         for i, prompt in enumerate(prompts)
@@ -44,7 +44,7 @@ def requests_of(prompts: Sequence[Sequence[int]], params: SamplingParams) -> lis
 
 
 def serve(member: Member, config: EngineConfig, batches: Sequence[Sequence[EngineRequest]]) -> Served | None:
-    """Runs one batch of requests after another on the rank that schedules; None on those that follow."""
+    """Run batches of requests one after another; return the answers on the scheduling rank, None on the other ranks."""
     if member.tp_rank:
         follow(config, member)
         return None
@@ -69,7 +69,7 @@ def run(core: EngineCore, requests: Sequence[EngineRequest]) -> list[Answer]:
         for step in core.step():
             assert step.finish_reason is not FinishReason.ERROR, step.error
             outputs[step.request_id].append(step)
-    while core.has_work():  # data-parallel ranks whose experts are spread step until all of them are done
+    while core.has_work():  # data-parallel ranks with expert parallelism step until all of them are done
         core.step()
     return [_answer(outputs[request.request_id]) for request in requests]
 
@@ -85,5 +85,5 @@ def _answer(steps: Sequence[EngineOutput]) -> Answer:
 
 
 def logprob_error(ours: Iterable[TokenLogprobs], theirs: Iterable[TokenLogprobs]) -> float:
-    """The largest difference of a token's own logprob."""
+    """Return the largest difference between the logprobs of the same tokens."""
     return max(abs(a.logprobs[0] - b.logprobs[0]) for a, b in zip(ours, theirs, strict=True))

@@ -1,8 +1,8 @@
-"""Processes that are there at once: forked from one that has made the large imports already, before any thread.
+"""Fast process starts: forks of a server process that has the large imports, and no threads yet.
 
     process = FORKING.Process(target=function_of_a_module, args=(...), daemon=True)
 
-They have the environment of whoever started the first of them: what is another process's own goes in as an argument.
+All of them have the environment of the process that started the first one: pass other values as arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""State that the tests of a process share. One that leaves any of it changed decides how later ones end."""
+"""Process-wide state that tests share: a test that leaves it changed affects the outcome of later ones."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-LOGGERS = ("baton", "ray.serve", "ray.autoscaler")  # with those below them, and the root
-# Not SIGINT: event loops and servers within them take turns with it, and put back what they found.
+LOGGERS = ("baton", "ray.serve", "ray.autoscaler")  # with the loggers below them, and the root logger
+# Without SIGINT: event loops and servers within them set it in turn, and restore what they found.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
-# Of pytest; of torch when it compiles something or first uses a GPU; of Ray when it is imported.
+# Set by pytest; by torch when it compiles something or first uses a GPU; by Ray when it is imported.
 OTHERS_VARIABLES = ("PYTEST_", "TORCH", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING", "RAY_CLIENT_MODE")
-IMPORTED = ("torch.", "logs.")  # settings that are there once their module is
+IMPORTED = ("torch.", "logs.")  # settings that exist once their module is imported
 SEED = 0
 NOTHING = "nothing"
 
 
 def seed_randomness() -> None:
-    """Let the next test draw the same numbers, whatever tests before it drew."""
+    """Seed all random generators, so that a test draws the same numbers whatever tests ran before it."""
     random.seed(SEED)
     if numpy := _imported("numpy"):
         numpy.random.seed(SEED)
     if torch := _imported("torch"):
-        torch.default_generator.manual_seed(SEED)  # `torch.manual_seed` notes where it was called, for other devices
+        torch.default_generator.manual_seed(SEED)  # `torch.manual_seed` records its caller, for other devices
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(SEED)
 
@@ -61,12 +61,12 @@ def process_state() -> dict[str, object]:
 
 
 def module_state() -> dict[str, dict[str, object]]:
-    """Return what the names in each of our modules stand for."""
+    """Return the objects to which the names in each of Baton's modules refer."""
     return {name: vars(module).copy() for name, module in list(sys.modules.items()) if name.startswith("baton.")}
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Return a line for each setting that has another value now."""
+    """Return a line for each setting whose value has changed."""
     if before == after:
         return []
     imported = [name for name in after if name not in before and name.startswith(IMPORTED)]
@@ -76,24 +76,26 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[s
 
 
 def replaced_names(before: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """Return the names in modules that stand for something else now: to replace one is for `monkeypatch`."""
+    """Return a line for each module-level name that refers to another object now: `monkeypatch` would restore it."""
     found = []
     for module, names in before.items():
         now = vars(sys.modules[module]) if module in sys.modules else {}
-        if not all(map(operator.is_, map(now.get, names), names.values())):  # quick, as it is asked of all modules
+        if not all(
+            map(operator.is_, map(now.get, names), names.values())
+        ):  # a fast check first: it runs for all modules
             others = [(name, value, now.get(name, NOTHING)) for name, value in names.items()]
             found += [f"{module}.{name} was {was!r:.99} and is {it!r:.99}" for name, was, it in others if it is not was]
     return found
 
 
 def _imported(name: str) -> Any:
-    """Return a module that is imported, and not just being imported by another thread; else None."""
+    """Return a module, or None if it is not imported, or another thread is just importing it."""
     module = sys.modules.get(name)
     return None if module is None or getattr(module.__spec__, "_initializing", False) else module
 
 
 def _changed_loggers() -> dict[str, tuple[Any, ...]]:
-    """Return level, handlers (without pytest's), propagation and whether it is disabled, where one is no default."""
+    """Return level, handlers (without pytest's), propagation and `disabled` of each logger with non-default ones."""
     found = {}
     for name, logger in _loggers(len(logging.root.manager.loggerDict)):
         if logger.level or logger.handlers or logger.disabled or not logger.propagate:
@@ -104,7 +106,7 @@ def _changed_loggers() -> dict[str, tuple[Any, ...]]:
 
 @functools.lru_cache(1)
 def _loggers(num_known: int) -> list[tuple[str, logging.Logger]]:
-    """Return those below LOGGERS. `num_known`: how many loggers there are, which only grows."""
+    """Return the root logger and those below LOGGERS. `num_known`, the number of loggers, is the key of the cache."""
     ours = [
         name for name in logging.root.manager.loggerDict if f"{name}.".startswith(tuple(f"{each}." for each in LOGGERS))
     ]

@@ -1,4 +1,4 @@
-"""A model that was taught to think and to call functions, as far as its template goes."""
+"""A model with a chat template for thinking and function calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions for values out of lists, as token ids, and how many of the answers are right."""
+"""Prompts that ask for values out of lists, as token ids, and the share of right answers."""
 
 from __future__ import annotations
 

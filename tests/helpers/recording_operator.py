@@ -1,4 +1,4 @@
-"""An operator of a gateway without Ray: it knows two ranks and one engine, and what it was asked."""
+"""A gateway's operator without Ray: it knows two ranks and one engine, and records the calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from baton.cluster.gateway.errors import bad_request
 
 
 class RecordingOperator:
-    """Knows the ranks 0 and 1, and one engine to record."""
+    """An operator that knows the ranks 0 and 1, and one engine to profile."""
 
     def __init__(self) -> None:
         self.drained: list[int] = []

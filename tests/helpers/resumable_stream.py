@@ -1,4 +1,4 @@
-"""A client whose streams survive their gateway: what docs/reference/http.md describes, with what came of it."""
+"""A client whose streams survive their gateway, as docs/reference/http.md describes; it records the outcome."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 
-PAUSE_S = 0.3  # before a stream that broke is asked for again
-FINAL = (400, 401, 404, 409, 413)  # the same request would be answered so again
+PAUSE_S = 0.3  # before the client asks again for a broken stream
+FINAL = (400, 401, 404, 409, 413)  # statuses that the same request would get again
 
 
 class Refused(Exception):
-    """An error instead of the stream, or in it. Final: the same request would be answered so again."""
+    """An error instead of the stream, or in it. Final: the same request would get it again."""
 
     def __init__(self, said: str, *, is_final: bool) -> None:
         super().__init__(said)
@@ -32,8 +32,10 @@ class ResumableStream:
         self._event_id: str | None = None  # of the newest event
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """All of them, each once. Raises `httpx.HTTPError` and `Refused` where nothing was there to go on from, and
-        `Refused` where it is final.
+        """Yield each event once.
+
+        Raises `httpx.HTTPError` or `Refused` if the stream fails before its first event, and `Refused` if the error is
+        final.
         """
         while True:
             try:

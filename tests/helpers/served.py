@@ -20,7 +20,7 @@ from baton.cluster.cli.processes import Process, descendants, kill
 
 BATON = str(Path(sys.executable).parent / "baton")
 STEP_TIMEOUT_S = 5.0  # of the engines that `config_file` describes
-HANDOFF_S = 10.0  # longer than any takes on a busy machine
+HANDOFF_S = 10.0  # longer than any hand-off takes on a busy machine
 READY_S = 120.0  # generous: other tests may share the two cores
 
 
@@ -31,7 +31,7 @@ def sum_of(metrics: str, name: str, labels: dict[str, str]) -> float:
 
 
 def command_line(process: Process) -> list[str]:
-    """Return the words of a process's command line, one at least: of one that has ended, an empty one."""
+    """Return the words of a process's command line; an empty one if the process has ended."""
     try:
         return Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
     except (FileNotFoundError, ProcessLookupError):
@@ -39,7 +39,7 @@ def command_line(process: Process) -> list[str]:
 
 
 class Server:
-    """A `baton serve` process, and every process below it that was ever seen."""
+    """A `baton serve` process, and every descendant process that was ever seen."""
 
     def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
         self.process = process
@@ -52,7 +52,7 @@ class Server:
         return self._log.read_text()
 
     def look(self) -> list[Process]:
-        """Return all processes below it now."""
+        """Return all of its descendant processes."""
         below = descendants(self.process.pid)
         self.seen |= set(below)
         return below
@@ -113,7 +113,7 @@ class Server:
 
 
 def is_clean(rank: dict[str, Any]) -> bool:
-    """Tell whether this engine is idle and holds nothing that is stranded."""
+    """Return whether this engine is idle, and holds no stranded blocks."""
     stats = rank["stats"]
     busy = ("running", "waiting", "waiting_for_kv")
     return (
@@ -125,7 +125,7 @@ def is_clean(rank: dict[str, Any]) -> bool:
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float, otherwise: str | Callable[[], str]) -> None:
-    """Wait until the condition holds. Errors of the network meanwhile count as no."""
+    """Wait until the condition holds; network errors meanwhile count as no."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(httpx.HTTPError):
@@ -139,8 +139,8 @@ def eventually(condition: Callable[[], bool], timeout_s: float, otherwise: str |
 def config_file(folder: Path, *, name: str, port: int, like: str = "demo.yaml") -> Path:
     """Write a Serve config with another name and port, and with short timeouts of leases and hangs.
 
-    Prompts are handed over however busy the machine is.
-    In float32: what an answer is must not depend on what else was in its batch, and in bfloat16 the last bits do.
+    Hand-offs happen however busy the machine is. The model runs in float32: an answer must not depend on the other
+    requests of its batch, and in bfloat16 its last bits would.
     """
     config = yaml.safe_load((Path(__file__).parents[2] / "configs/serve" / like).read_text())
     application = config["applications"][0]
@@ -153,7 +153,9 @@ def config_file(folder: Path, *, name: str, port: int, like: str = "demo.yaml") 
     application["args"]["engine"] |= {"dtype": "float32"}
     for fleet in application["args"]["fleets"].values():
         fleet["num_cpus"] = 0.1  # two applications share a machine of two cores
-    if "prefill" in application["args"]["fleets"]:  # prompts of some hundred tokens are handed over as they are read
+    if (
+        "prefill" in application["args"]["fleets"]
+    ):  # prefill engines offer prompts of some hundred tokens while they read them
         application["args"]["fleets"]["prefill"].setdefault("engine", {})["max_num_batched_tokens"] = 64
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -162,7 +164,7 @@ def config_file(folder: Path, *, name: str, port: int, like: str = "demo.yaml") 
 
 @contextlib.contextmanager
 def baton_serve(config: Path, port: int, *options: str) -> Iterator[Server]:
-    """Start `baton serve --config`, and wait until it is ready. All that it started is gone afterwards."""
+    """Start `baton serve --config`, wait until it is ready, and end all processes that it started afterwards."""
     log = config.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A machine in the middle that can fall silent: connections stay open, and nothing comes through any more."""
+"""A TCP proxy that can fall silent: connections stay open, and nothing comes through any more."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Self
 
 
 class SilentProxy:
-    """A context that carries what is sent to `address` on to the TCP endpoint `target` (`tcp://host:port`), and back.
+    """A context that forwards connections at `address` to the TCP endpoint `target` (`tcp://host:port`), and back.
 
-    While it is silent neither end hears anything of the other, not even that it closed: as over a cable that is out.
-    What was sent meanwhile arrives when it speaks again, as TCP has it.
+    While it is silent, neither end receives anything, not even that the other one closed: as over an unplugged cable.
+    Data sent meanwhile arrives when the silence ends, as with TCP.
     """
 
     def __init__(self, target: str, port: int = 0) -> None:
-        """`port`: of the proxy; 0 is a free one."""
+        """Prepare the proxy. `port` is its own; 0 chooses a free one."""
         self._own_port = port
         self._host, _, target_port = target.removeprefix("tcp://").rpartition(":")
         self._port = int(target_port)
         self._loop = asyncio.new_event_loop()
         self._speaks = asyncio.Event()
         self._pumps: set[asyncio.Task[None]] = set()
-        self._mesh: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []  # to who connected, to the target
+        self._mesh: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []  # pairs: to the client, to the target
         self._left_open: list[asyncio.StreamWriter] = []
-        self._waiting: set[asyncio.StreamWriter] = set()  # to who connected in the silence
+        self._waiting: set[asyncio.StreamWriter] = set()  # connections to clients that connected in the silence
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self.address = ""
 
@@ -36,7 +36,7 @@ class SilentProxy:
         self._loop.call_soon_threadsafe(self._speaks.set)
 
     def cut(self) -> None:
-        """End the connections of clients, with what is on its way; the target notices nothing."""
+        """End the connections of clients, and drop what is on its way; the target notices nothing."""
         self._loop.call_soon_threadsafe(self._cut)
 
     def _cut(self) -> None:
@@ -91,7 +91,7 @@ class SilentProxy:
                 sink.write(data)
                 await sink.drain()
         except ConnectionError:
-            return  # the other end is gone: so is this one
+            return  # the other end is gone: this one ends, too
         finally:
             if sink not in self._left_open:
                 sink.close()

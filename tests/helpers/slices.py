@@ -1,4 +1,4 @@
-"""Slices of the tests marked `exhaustive`: a run takes one of them, and so many runs as there are slices take all."""
+"""Slices of the tests marked `exhaustive`: a run takes one; as many runs as there are slices take all tests."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Slice:
     def of(self, node_ids: Iterable[str]) -> set[str]:
         """Choose among the cases of each test function: every `count`th, in the order of their hashes.
 
-        A function with fewer cases than there are slices has one of them in each slice. Where the first slice begins
-        depends on the function's name, so that no slice has all functions' larger halves.
+        A function with fewer cases than there are slices is in some slices only, with one case each. The function's
+        name decides where its first slice begins, so that no slice gets the larger part of all functions.
         """
         functions = defaultdict(list)
         for node_id in node_ids:
@@ -40,5 +40,5 @@ class Slice:
 
 
 def _hash(text: str) -> int:
-    """Hash alike in every process."""
+    """Return a hash that is the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])

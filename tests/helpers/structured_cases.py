@@ -1,4 +1,4 @@
-"""Constraints on outputs, each with a check whether an output keeps it."""
+"""Constraints on outputs, each with a check that an output keeps it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _THOUGHTS = {
         {"type": "json_schema", "json_schema": COLOR},
     ],
 }
-WITH_TEXT = {  # outputs of which a part is any text
+WITH_TEXT = {  # constraints that leave a part of the output free
     name: StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": form}))
     for name, form in (("calls in a text", _CALLS), ("thoughts before", _THOUGHTS))
 }

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 of random weights whose tokenizer has tokens of one byte, of parts of characters, and of several."""
+"""A tiny Qwen3 with random weights; its tokens are single bytes, parts of characters, and several characters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CORPUS = [
 
 @pytest.fixture(scope="session")
 def structured_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token 0 ends an output. The authors of these weights prefer short answers."""
+    """Write the checkpoint. Token 0 ends an output; the weights are biased towards short answers."""
     folder = write_checkpoint(
         tmp_path_factory.mktemp("structured") / "qwen3", "qwen3", vocab_size=VOCAB_SIZE, eos_token_id=0
     )

@@ -1,4 +1,4 @@
-"""Requests for each of `structured_cases`, greedy and drawn, with others in between that have no grammar."""
+"""Requests for each of `structured_cases`, greedy and sampled, mixed with requests without a grammar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPTS = [[5, 9, 17], list(range(40, 90))]
 MAX_TOKENS = 150
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 DRAWN = SamplingParams(temperature=1.2, top_p=0.95, presence_penalty=0.5, seed=77, max_tokens=MAX_TOKENS, logprobs=1)
-EMPTY = "{}"  # one token: what a model of random weights writes into an object of anything has no end
+EMPTY = "{}"  # one token: a model with random weights would never end an object's text
 
 
 def asking(case: Case, params: SamplingParams, llm: LLM) -> SamplingParams:
@@ -25,7 +25,7 @@ def asking(case: Case, params: SamplingParams, llm: LLM) -> SamplingParams:
 
 
 def all_requests(llm: LLM, kinds: Sequence[SamplingParams] = (GREEDY, DRAWN)) -> list[EngineRequest]:
-    """Every case with every prompt and each kind of sampling, and free ones in between."""
+    """Return every case with every prompt and each kind of sampling, mixed with requests without a grammar."""
     found: list[EngineRequest] = []
     for prompt in PROMPTS:
         for params in kinds:

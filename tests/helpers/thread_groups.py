@@ -1,4 +1,4 @@
-"""Groups whose members are threads of one process: what they exchange is real, and a test takes no time to start.
+"""Groups whose members are threads of one process: they exchange real tensors, and a test starts at once.
 
     results = run_ranks(lambda groups: model_of(groups)(x), tp=2, dp=2)      in rank order
 
@@ -23,7 +23,7 @@ Given = TypeVar("Given")
 
 
 class _Table:
-    """A table where the members of one group lay what they bring, and take what the others brought."""
+    """A table through which the members of one group exchange values: each lays one down and takes the others'."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
@@ -67,7 +67,7 @@ class ThreadGroup(Group):
 
 
 class Closing(Group):
-    """Notes when it is closed: what waited in it would come back."""
+    """A group that records that it was closed: members that wait in it return."""
 
     rank, size = 0, 2
     all_reduce = all_gather = reduce_scatter = all_to_all = agree = lambda self, *args: ALONE.agree([])
@@ -101,7 +101,7 @@ def thread_groups(tp: int, dp: int, spread: ExpertSpread | None = None) -> list[
 
 
 def run_threads(works: Sequence[Callable[[], Result]], on_error: Callable[[], None]) -> list[Result]:
-    """Return what each gives. The first error is raised, once all have ended."""
+    """Run each function in a thread, and return the results. Once all have ended, raise the first error."""
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
@@ -126,7 +126,7 @@ def run_threads(works: Sequence[Callable[[], Result]], on_error: Callable[[], No
 def run_ranks(
     work: Callable[[ParallelGroups], Result], *, tp: int = 1, dp: int = 1, spread: ExpertSpread | None = None
 ) -> list[Result]:
-    """`work` of every member at the same time, with its groups."""
+    """Run `work(groups)` of all members at the same time, and return the results."""
     members = thread_groups(tp, dp, spread)
 
     def abort() -> None:

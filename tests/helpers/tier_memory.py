@@ -1,4 +1,4 @@
-"""A pool of blocks that show whose they are, and a `TierStore` over it."""
+"""A pool of blocks whose content tells their number, and a `TierStore` over it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def names(numbers: Sequence[int]) -> list[bytes]:
 
 
 class Pool:
-    """Blocks of one rank of `size`."""
+    """The blocks of one rank of `size`."""
 
     def __init__(self, num_blocks: int = 64, layout: KVLayout = LAYOUT, rank: int = 0, size: int = 1) -> None:
         self.layout = layout
@@ -46,13 +46,13 @@ class Pool:
         return CacheRegion.of(ArenaRegion(address, len(self.blocks), "cpu", self.layout, heads.start, len(heads)))
 
     def content(self, number: int) -> np.ndarray:
-        """Return what a block called `number` holds, of the heads that are here."""
+        """Return the content of block `number`, for this rank's heads."""
         whole = np.random.default_rng(number).integers(0, 256, self.layout.block_bytes, dtype=np.uint8)
         size = self.layout.head_bytes
         return whole[self.heads.start * size : self.heads.stop * size]
 
     def fill(self, numbers: Sequence[int]) -> None:
-        """Block i holds what belongs to the i-th number."""
+        """Fill block i with the content for the i-th number."""
         for block, number in enumerate(numbers):
             self.blocks[block] = self.content(number)
 
@@ -77,7 +77,7 @@ def save(store: TierStore, pool: Pool, numbers: Sequence[int]) -> None:
 
 
 def load(store: TierStore, pool: Pool, numbers: Sequence[int]) -> int:
-    """Return how many came. Those are checked."""
+    """Load these blocks, check the content of those that came, and return their number."""
     pool.blocks[:] = 0
     found = store.find(names(numbers))
     copy_id = store.restore(names(numbers)[:found], range(found))
@@ -94,7 +94,7 @@ def load(store: TierStore, pool: Pool, numbers: Sequence[int]) -> int:
 def tiers(
     pool: Pool, *, host: int = 0, disk: int = 0, folder: Path | None = None, **settings: Any
 ) -> Iterator[TierStore]:
-    """A store with so many slots in memory and on a disk."""
+    """Open a store with so many slots in host memory and on a disk."""
     size = pool.layout.block_bytes
     on_disk = {"disk_path": str(folder), "disk_bytes": disk * size} if disk else {}
     store = TierStore(

@@ -1,4 +1,4 @@
-"""A model that exists only as a tokenizer and a name."""
+"""A model that consists of a tokenizer and a name only."""
 
 from __future__ import annotations
 

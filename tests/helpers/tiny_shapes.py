@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Values under which the variants differ visibly within a hundred positions of a tiny model.
+# Values with which the RoPE variants differ visibly within a hundred positions of a tiny model.
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10_000.0},
     "theta": {"rope_type": "default", "rope_theta": 500.0},
@@ -64,18 +64,18 @@ _MAMBA: dict[str, Any] = {
 }
 
 
-# What sets an architecture apart from the others, so that a difference that goes missing is seen.
+# The features that distinguish an architecture, so that a test notices when one of them gets lost.
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"head_dim": 32, "sliding_window": 24},
     "qwen2": {},
     "olmo2": {},
     "gemma2": {
-        "hidden_size": 96,  # its root is no number of 8 bits
+        "hidden_size": 96,  # its square root has more than 8 bits
         "head_dim": 32,
         "query_pre_attn_scalar": 50,
         "sliding_window": 24,
-        "attn_logit_softcapping": 2.0,  # so far down that they are met
+        "attn_logit_softcapping": 2.0,  # low enough that tiny models reach it
         "final_logit_softcapping": 2.5,
     },
     "gemma3_text": {
@@ -162,10 +162,10 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "sliding_window": 24,
-        "swiglu_limit": 1.0,  # so far down that it is met
+        "swiglu_limit": 1.0,  # low enough that tiny models reach it
     },
     "gemma4_text": {
-        "hidden_size": 96,  # its root is no number of 8 bits
+        "hidden_size": 96,  # its square root has more than 8 bits
         "num_hidden_layers": 6,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
         "num_attention_heads": 4,
@@ -249,7 +249,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
-# Sizes for which a device has kernels of its own: those of the tiny models would be served in other ways.
+# Sizes that device kernels support: the tiny models' sizes would take other code paths.
 _WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 _WIDE_LATENT: dict[str, Any] = {
     "kv_lora_rank": 512,
@@ -303,5 +303,5 @@ _WIDE_OF: dict[str, dict[str, Any]] = {
 
 
 def wide_shape(architecture: str) -> dict[str, Any]:
-    """Config keys for `write_checkpoint`."""
+    """Return config keys for `write_checkpoint`."""
     return {**_WIDE, **_WIDE_OF.get(architecture, {})}

@@ -1,4 +1,4 @@
-"""Virtual time for the fakes: a clock that stands still until it is moved, and what is to happen when it moves."""
+"""Virtual time for the fakes: a clock that moves only when a test moves it, and runs what is scheduled on its way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Calling it gives seconds, as `lease_now` does. Things scheduled happen, in order, while it is moved."""
+    """A clock that is called for seconds, as `lease_now` is. Moving it runs the scheduled actions in order."""
 
     def __init__(self) -> None:
         self.now = 0.0

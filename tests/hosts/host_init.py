@@ -1,6 +1,6 @@
-"""The first process of a host: takes in what its children leave behind, as an init does. `python host_init.py NAME`.
+"""The first process of a host, which reaps orphans as an init does: `python host_init.py NAME`.
 
-Prints a line when it is there. The kernel ends every process of the host with it.
+Prints a line when it runs. When it ends, the kernel ends every process of the host.
 """
 
 from __future__ import annotations

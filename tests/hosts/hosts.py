@@ -4,8 +4,9 @@
     (this machine)     ├── veth ── eth0 10.77.0.12   host "b"
                        └── veth ── eth0 10.77.0.13   host "c"
 
-All processes of a host end with its first one, and what is mounted there with the last, so closing leaves nothing. What
-a run left that was killed itself is found by its names and cleared by the next one. One set of hosts at a time.
+A host's processes end with its first one, and its mounts with its last one, so closing a host leaves nothing behind.
+The leftovers of a run that was killed are found by their names and removed by the next run. Only one set of hosts can
+exist at a time.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from typing import IO, Self
 
 from baton.cluster.cli.processes import Process, descendants, kill, wait_until_gone
 
-PREFIX = "btn-"  # of every network interface and folder that is made here
+PREFIX = "btn-"  # begins the name of every network interface and folder that is made here
 BRIDGE = f"{PREFIX}bridge"
-BRIDGE_MAC = "02:62:74:6e:00:01"  # or it would change with its cables, and hosts would send to the old one for a while
+BRIDGE_MAC = "02:62:74:6e:00:01"  # else it changes with the cables, and hosts send to the old one for a while
 NETWORK = "10.77.0"
 GATEWAY_IP = f"{NETWORK}.1"  # this machine's own address among the hosts
 FIRST_IP = 10
@@ -41,13 +42,13 @@ GONE_S = 5.0
 
 
 def code_below(folder: str) -> list[Path]:
-    """Return where there is something that a process needs to run our code, outermost first."""
+    """Return the outermost folders that a process needs in order to run our code."""
     roots = {Path(__file__).parents[2], Path(sys.prefix), Path(sys.base_prefix)}
     return sorted(root.resolve() for root in roots if root.resolve().is_relative_to(folder))
 
 
 def missing_here() -> str:
-    """Why this machine cannot make hosts; empty where it can."""
+    """Return why this machine cannot make hosts, or "" if it can."""
     if os.geteuid() != 0:
         return "hosts need root: they are made of namespaces"
     absent = [name for name in NEEDED if shutil.which(name) is None]
@@ -55,11 +56,11 @@ def missing_here() -> str:
 
 
 class Host:
-    """One host. Its first process lives from the constructor to `close`."""
+    """A host. Its first process lives from the constructor to `close`."""
 
     def __init__(self, name: str, ip: str, folder: Path) -> None:
         self.name, self.ip = name, ip
-        self.folder = folder  # as this machine sees it; `tmp` and `home` in it are /tmp and the home of the host's root
+        self.folder = folder  # path on this machine; its `tmp` and `home` are /tmp and root's home on the host
         self.home = folder / "home"
         self.link = f"{PREFIX}{name}"  # this machine's end of its cable
         self._first = self._start()
@@ -69,19 +70,19 @@ class Host:
             self.run(["ip", *words.format(ip if "addr" in words else GATEWAY_IP).split()], timeout_s=10)
 
     def plug_in(self) -> None:
-        """Its cable goes to the bridge, as it does from the start."""
+        """Connect the host's cable to the bridge, as it is from the start."""
         _command("ip", "link", "set", self.link, "master", BRIDGE, "up")
 
     def set_link(self, state: str) -> None:
-        """`down`: the cable is out; `up`: it is in again."""
+        """Set the state of the cable: `down` unplugs it, `up` plugs it in again."""
         _command("ip", "link", "set", self.link, state)
 
     def bytes_received(self) -> int:
-        """Over its cable, since it was made."""
+        """Return the bytes received over the cable since it was made."""
         return int(Path(f"/sys/class/net/{self.link}/statistics/tx_bytes").read_text())
 
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-        """Return what runs `words` on the host, from here."""
+        """Return the command that runs `words` on the host when it is started here."""
         enter = ["nsenter", "--target", str(self._first.pid), "--net", "--mount", "--pid", "--uts", "--ipc"]
         own = {"HOME": str(self.home), "HOSTNAME": self.name, "TMPDIR": "/tmp", **environment}
         return [*enter, f"--wd={self.home}", "env", *(f"{name}={value}" for name, value in own.items()), *words]
@@ -89,7 +90,7 @@ class Host:
     def run(
         self, words: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] = {}, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """Raises `RuntimeError` with what was printed where the command fails (with `check`)."""
+        """Run a command on the host. If it fails, with `check`, raises `RuntimeError` with its output."""
         command = self.command(words, environment)
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
         if check and done.returncode != 0:
@@ -98,14 +99,14 @@ class Host:
         return done
 
     def start(self, words: Sequence[str], *, log: str, environment: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
-        """A process that stays; what it prints goes to the file `log` of the host's folder."""
+        """Start a process in the background; its output goes to the file `log` in the host's folder."""
         with (self.folder / log).open("ab") as output:
             return subprocess.Popen(
                 self.command(words, environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
 
     def processes(self) -> dict[Process, str]:
-        """Everything that runs on it but its first process, with titles; ids are this machine's."""
+        """Return every process on the host but the first, with titles; ids are this machine's."""
         own = _namespace_of(self._first.pid)
         below = {}
         for entry in Path("/proc").iterdir():
@@ -117,22 +118,22 @@ class Host:
         return below
 
     def find(self, title: str) -> list[Process]:
-        """Its processes whose title contains these words, the oldest first."""
+        """Return its processes whose title contains these words, oldest first."""
         found = (process for process, name in self.processes().items() if title in name)
         return sorted(found, key=lambda process: process.started_ticks)
 
     def own_ids(self, title: str) -> list[int]:
-        """The ids by which the host itself knows its processes with such titles."""
+        """Return the process ids, inside of the host, of processes with such titles."""
         return [_innermost_id(process.pid) for process in self.find(title)]
 
     def kill(self, title: str) -> int:
-        """Ends them with SIGKILL; how many there were."""
+        """End such processes with SIGKILL; return how many there were."""
         found = self.find(title)
         kill(found)
         return len(found)
 
     def kill_all(self) -> None:
-        """As a machine that loses its power, but for its first process and its network."""
+        """Kill everything as a power failure would, except the first process and the network."""
         kill(self.processes())
 
     def close(self) -> None:
@@ -144,7 +145,7 @@ class Host:
     def _start(self) -> Process:
         for name in ("tmp", "home", "etc"):
             (self.folder / name).mkdir(parents=True)
-        (self.home / ".cache").symlink_to(Path.home() / ".cache")  # kernels that are compiled already
+        (self.home / ".cache").symlink_to(Path.home() / ".cache")  # to find compiled kernels
         passwd = Path("/etc/passwd").read_text().splitlines()
         root = f"root:x:0:0:root:{self.home}:/bin/bash"
         (self.folder / "etc/passwd").write_text("\n".join([root, *(x for x in passwd if not x.startswith("root:"))]))
@@ -172,7 +173,7 @@ class Host:
 
 
 class Hosts:
-    """A context with one host for each name, in one network. Raises `RuntimeError` where it cannot be made."""
+    """A context with one host for each name, in one network. Raises `RuntimeError` if it cannot be made."""
 
     def __init__(self, *names: str) -> None:
         if why := missing_here():
@@ -185,7 +186,7 @@ class Hosts:
         return self._all[name]
 
     def replace(self, name: str) -> Host:
-        """Another machine, at another address, in the place of one that ends."""
+        """Replace a host, which ends, by another machine at another address."""
         self._all.pop(name).close()
         return self._add(name)
 
@@ -221,7 +222,7 @@ class Hosts:
 
 
 def clear_leftovers() -> None:
-    """Ends and removes what hosts of an earlier run left: their first processes, cables, the bridge, and folders."""
+    """End and remove what an earlier run left: hosts' first processes, cables, the bridge, and folders."""
     firsts = _first_processes()
     kill(firsts)
     wait_until_gone(firsts, GONE_S)
@@ -232,7 +233,7 @@ def clear_leftovers() -> None:
 
 
 def left_over() -> list[str]:
-    """Return what there is of hosts on this machine now: first processes, interfaces, folders."""
+    """Return the parts of hosts that are on this machine now: first processes, interfaces, folders."""
     firsts = [f"process {process.pid}" for process in _first_processes()]
     return [*firsts, *_links(), *map(str, FOLDERS.glob(f"{PREFIX}*"))]
 
@@ -252,7 +253,7 @@ def _links() -> list[str]:
 
 
 def _innermost_id(pid: int) -> int:
-    """In the namespace of the process itself; 0 where it has ended."""
+    """Return the process's id in its own namespace; 0 if it has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("NSpid:"):
@@ -271,7 +272,7 @@ def _command(*words: str) -> None:
 
 
 def _lock() -> IO[str]:
-    """Held by one set of hosts. Raises `RuntimeError` where another keeps it for too long."""
+    """Hold the lock for one set of hosts. Raises `RuntimeError` if another set keeps it for too long."""
     file = LOCK.open("w")
     deadline_s = time.monotonic() + LOCK_TIMEOUT_S
     while True:

@@ -30,22 +30,22 @@ BIN = Path(sys.executable).parent
 CHECKOUT = Path(__file__).parents[2]
 HEAD = "head"
 EAST, WEST = ENGINE_HOSTS = ("east", "west")
-ROLES = ("prefill", "decode")  # of each of them an engine on each engine host
-POOL_BYTES = 2**27  # too few for all questions, so that blocks are evicted, restored, and handed over again
-DISK = "/tmp/disk"  # of each engine host: small, and its own
+ROLES = ("prefill", "decode")  # each engine host has an engine of each role
+POOL_BYTES = 2**27  # too few bytes for all questions: blocks are evicted, restored, and handed over again
+DISK = "/tmp/disk"  # a small disk of each engine host
 DISK_BYTES = 320 * 2**20
 TIER_FOLDERS = {role: f"{DISK}/{role}" for role in ROLES}
 TIER_BYTES = 120 * 2**20
-TOKEN = ".ray/auth_token"  # in a home
+TOKEN = ".ray/auth_token"  # below a home folder
 RAY_PORT, DASHBOARD_PORT, REDIS_PORT, PORT = 6379, 8265, 6380, 8000
 STORE_BYTES = 80 * 2**20
-HANDOFF_S = 10.0  # prompts are handed over, however busy the machine is
+HANDOFF_S = 10.0  # up to this time gateways do not avoid a hand-off as slow, however busy the machine is
 REQUEST_TIMEOUT_S = 150.0  # a gateway's: nothing is open longer
 CAPACITY_TIMEOUT_S = 60.0  # longer than the head is cut off
 STEP_TIMEOUT_S = 30.0
 LEASE_S = 5.0
 WORKER = "ray::EngineWorker"
-SAME_TOKENS_PER_S = 250_000.0  # or hand-offs would stay within their host
+SAME_TOKENS_PER_S = 250_000.0  # within and between hosts: else hand-offs would stay within one
 PROMISED = 0.9  # CPUs of one worker; its replica asks for 0.1
 KINDS = (
     *(f"ray::ServeReplica:baton:{name}" for name in ("gateway", *ROLES)),
@@ -55,7 +55,7 @@ KINDS = (
     "raylet/raylet",
     "gcs/gcs_server",
 )
-DEPLOY_S = 150.0  # generous: others may share the cores
+DEPLOY_S = 150.0  # generous: other tests may share the cores
 START_S = 90.0
 
 ENVIRONMENT = {
@@ -69,10 +69,10 @@ ENVIRONMENT = {
     "UCX_NET_DEVICES": "eth0",
 }
 
-# What `Restart=always` of a systemd unit does: Ray's processes of a host come back, whatever ended them.
+# Acts like `Restart=always` of a systemd unit: restarts a host's Ray processes, whatever ended them.
 KEEP_RUNNING = "while true; do {ray} start --block {options}; {ray} stop --force --grace-period 0; sleep 1; done"
 
-# Joining takes seconds: it waits for the nodes itself.
+# Joining takes seconds: the command itself waits for the nodes.
 COUNT_NODES = """
 import ray, time
 ray.init({address!r}, log_to_driver=False)
@@ -93,12 +93,12 @@ class BatonOnHosts:
         self._http = httpx.Client(base_url=self.url, timeout=10.0)
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Returns when all engines serve."""
+        """Start everything; return when all engines serve."""
         self.start_ray()
         self.deploy(config)
 
     def start_ray(self) -> None:
-        """Redis, then Ray on all hosts; returns when all have joined."""
+        """Start Redis, then Ray on all hosts; return when all have joined."""
         redis = ["redis-server", "--port", str(REDIS_PORT), "--bind", self.head.ip, "--protected-mode", "no"]
         self.head.start([*redis, "--save", "", "--appendonly", "no"], log="redis.log")
         self.head.run([str(BIN / "ray"), "get-auth-token", "--generate"], timeout_s=60)
@@ -112,7 +112,7 @@ class BatonOnHosts:
         eventually(lambda: self.alive_nodes(hosts) == hosts, START_S, lambda: "".join(map(self._log_of, ENGINE_HOSTS)))
 
     def _furnish(self, host: Host) -> None:
-        """A disk for KV blocks, and the head's token, without which Ray on this host cannot talk to the others."""
+        """Give a host a disk for KV blocks, and the head's token, which its Ray needs in order to join."""
         host.run(["mkdir", DISK], timeout_s=10)
         host.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", DISK], timeout_s=10)
         file = host.home / TOKEN
@@ -120,18 +120,18 @@ class BatonOnHosts:
         file.write_text((self.head.home / TOKEN).read_text())
 
     def replace(self, name: str) -> None:
-        """Another machine takes the place of this one, and joins."""
+        """Replace a host by another machine, and let that join."""
         self._furnish(self.hosts.replace(name))
         self.keep_ray(name)
 
     def keep_ray(self, name: str) -> None:
-        """Starts Ray on the host, and again whenever it ends there."""
+        """Start Ray on the host, and start it again whenever it ends."""
         loop = KEEP_RUNNING.format(ray=BIN / "ray", options=shlex.join(self.ray_options(name)))
         redis = {"RAY_REDIS_ADDRESS": f"{self.head.ip}:{REDIS_PORT}"} if name == HEAD else {}
         self.hosts[name].start(["sh", "-c", loop], log="ray.log", environment={**ENVIRONMENT, **redis})
 
     def ray_options(self, name: str) -> list[str]:
-        """An engine host has room for an engine of each role and no more: lost ones come back on its successor."""
+        """Return options of `ray start`. An engine host fits one engine of each role: its successor gets lost ones."""
         where = ["--head", f"--port={RAY_PORT}"] if name == HEAD else [f"--address={self.head.ip}:{RAY_PORT}"]
         dashboard = [f"--dashboard-host={self.head.ip}", f"--dashboard-port={DASHBOARD_PORT}"]
         return [
@@ -144,7 +144,7 @@ class BatonOnHosts:
         ]
 
     def deploy(self, config: Mapping[str, Any]) -> None:
-        """Raises `AssertionError` with the state of the application where it does not serve in time."""
+        """Deploy the application. Raises `AssertionError` with its state if it does not serve in time."""
         file = self.head.home / "serve.yaml"
         file.write_text(yaml.safe_dump(dict(config)))
         self._serve("deploy", str(file))
@@ -158,14 +158,15 @@ class BatonOnHosts:
         return True
 
     def alive_nodes(self, expected: int = 1) -> int:
-        """Nodes that Ray's head knows and takes for alive, once they are as many as expected or a while has passed; 0
-        where it does not answer.
+        """Return how many nodes Ray's head counts as alive; 0 if it does not answer.
+
+        Waits until they are as many as expected, or a while has passed.
         """
         done = self.head.run(self.counting_nodes(expected), timeout_s=60, environment=ENVIRONMENT, check=False)
         return int(done.stdout.split()[-1]) if done.returncode == 0 else 0
 
     def counting_nodes(self, expected: int = 1) -> list[str]:
-        """A command that joins the cluster and prints how many nodes it has, as `alive_nodes` does."""
+        """Return a command that joins the cluster and prints how many nodes it has, for `alive_nodes`."""
         code = COUNT_NODES.format(address=f"{self.head.ip}:{RAY_PORT}", expected=expected)
         return [sys.executable, "-c", code]
 
@@ -175,12 +176,12 @@ class BatonOnHosts:
         return [rank for rank in table["data"] if rank["reachable"]]
 
     def metric(self, name: str) -> float:
-        """The sum of this metric over all its labels."""
+        """Return the sum of this metric over all its labels."""
         lines = self._http.get("/metrics").raise_for_status().text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
     def decisions(self) -> Counter[float]:
-        """Return how many failed attempts the gateways have decided about, by the seconds that each took at most."""
+        """Return how many failed attempts the gateways have decided about, by an upper bound of the seconds taken."""
         lines = self._http.get("/metrics").raise_for_status().text.splitlines()
         samples = [
             re.match(r'baton_failure_decision_seconds_bucket{(failure=.*,gateway=.*),le="(.*)"} (.*)', x) for x in lines
@@ -192,17 +193,17 @@ class BatonOnHosts:
         return counts
 
     def rank_of(self, role: str, host: str) -> dict[str, Any]:
-        """The engine of this role on this host."""
+        """Return the rank of the engine of this role on this host."""
         ip = self.hosts[host].ip
         return next(rank for rank in self.ranks() if (rank["role"], rank["node_ip"]) == (role, ip))
 
     def worker_of(self, role: str, host: str) -> Process:
-        """The process of that engine."""
+        """Return the process of the engine of this role on this host."""
         processes = self.hosts[host].find(WORKER)
         return processes[self.hosts[host].own_ids(WORKER).index(self.rank_of(role, host)["pid"])]
 
     def is_whole(self) -> bool:
-        """Return whether every engine is at its place, and lives: what the gateway lists may be late."""
+        """Return whether every engine is in its place, and alive: the gateway's list may be late."""
         ranks = self.ranks()
         places = sorted((rank["node_ip"], rank["role"]) for rank in ranks)
         wanted = sorted((self.hosts[name].ip, role) for name in ENGINE_HOSTS for role in ROLES)
@@ -213,16 +214,16 @@ class BatonOnHosts:
         return rank["pid"] in host.own_ids(WORKER)
 
     def census(self) -> Counter[str]:
-        """Return how many processes there are of each kind that the application is made of."""
+        """Return the number of processes of each kind that belongs to the application."""
         titles = [title for name in (HEAD, *ENGINE_HOSTS) for title in self.hosts[name].processes().values()]
         return Counter({kind: sum(kind in title for title in titles) for kind in KINDS})
 
     def state(self) -> str:
-        """Return what Serve says, for people."""
+        """Return Serve's status as text."""
         return self._serve("status", check=False)
 
     def is_clean(self) -> bool:
-        """Return whether every engine is idle and nothing is stranded: all blocks free, none held, none quarantined."""
+        """Return whether every engine is idle with all blocks free, and none held or quarantined."""
         return self.is_whole() and all(map(is_clean, self.ranks()))
 
     def __enter__(self) -> Self:
@@ -241,15 +242,14 @@ class BatonOnHosts:
 
 
 def _place_of(what: str) -> str:
-    """The resource of hosts where this is to be."""
+    """Return the Ray resource that places this part on its hosts."""
     return f"{what}_place"
 
 
 def demo_config() -> dict[str, Any]:
-    """configs/serve/demo.yaml with places for its parts, two engines a role, and leases and hangs that a test can wait
-    for.
+    """Return configs/serve/demo.yaml with placements, two engines a role, and short leases and hang timeouts.
 
-    In float32: what an answer is must not depend on what else was in its batch.
+    The model runs in float32: an answer must not depend on the other requests of its batch.
     """
     config: dict[str, Any] = yaml.safe_load((CHECKOUT / "configs/serve/demo.yaml").read_text())
     args = config["applications"][0]["args"]

@@ -1,10 +1,10 @@
-"""Clients of prefill and decode engines on two hosts with a slow cable, beside those of two unified engines.
+"""Compare clients of prefill and decode engines on two hosts with a slow cable to clients of two unified engines.
 
     python -m tests.hosts.slow_handoffs --mbit 16 --json slow_handoffs.json
 
 east has the prefill engine, west the decode engine, and the cable of east carries so many Mbit/s (`tc` with tbf). Three
 applications serve the same questions, one after the other: unified engines; engines that always hand over, as if each
-hand-off were fast; engines whose gateway goes by what they measure. As root.
+hand-off were fast; engines whose gateway decides by its measurements. Needs root.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .ray_hosts import EAST, ENGINE_HOSTS, HEAD, ROLES, WEST, BatonOnHosts, demo
 LENGTHS = (400, 1500)  # tokens of a prompt, about
 STREAMS = 2
 TOKENS = 32
-ALWAYS_S = 1e6  # every hand-off takes less
+ALWAYS_S = 1e6  # an assumed time that every hand-off beats
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that counts. Times are the client's, those of `parts` the gateway's."""
+    """An answer that counts. Its times are the client's; those in `parts` are the gateway's."""
 
     length: int  # of the prompt, about
     began_s: float  # from the start of the run
@@ -67,7 +67,7 @@ def slow_down(hosts: Hosts, mbit: float) -> None:
 
 
 async def ask_all(url: str, number: int) -> dict[str, Any]:
-    """Ask so many different questions, `STREAMS` at a time, after as many that only warm up and let engines measure."""
+    """Ask so many different questions, `STREAMS` at a time; as many before them warm up engines and meters."""
     answers: list[Answer] = []
     gate = asyncio.Semaphore(STREAMS)
     questions = make_questions(LENGTHS, number, seed=1)

@@ -1,11 +1,11 @@
 """A cable that is slow and loses frames: `python slow_link.py NEAR FAR --delay-ms 200 --loss 0.05 --seed 1`.
 
     NEAR (a host's cable, taken off the bridge)  ── delay, loss ──>  FAR (goes on to the bridge)
-                                                 <── as it was ────
+                                                 <── unchanged ───
 
-What the host sends is held back and thinned out, what it receives is not: as `tc qdisc add ... netem` on its interface
-would do, in kernels that have no netem. Frames are carried with their offload header, so that large ones stay whole:
-like netem, it loses such a one as a whole. Prints a line when it carries; ends when it is killed.
+Frames that the host sends are delayed and some are dropped; frames that it receives are not: as `tc qdisc add ...
+netem` on its interface would do, for kernels without netem. Frames keep their offload header, so that large ones stay
+whole, and are lost as a whole, as with netem. Prints a line when it forwards; runs until it is killed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from collections import deque
 ETH_P_ALL = 3
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23  # linux/if_packet.h
 LARGEST_BYTES = 2**17
-QUEUE_FRAMES = 10_000  # beyond, frames are lost: a cable holds only so much
+QUEUE_FRAMES = 10_000  # more than these are dropped, as by a full queue
 
 
 class SlowWire:
-    """Carries frames between two interfaces. `delay_s` and `loss` (a share) are of the way from near to far."""
+    """Forward frames between two interfaces. `delay_s` and `loss` (a share) apply from near to far."""
 
     def __init__(self, near: str, far: str, *, delay_s: float, loss: float, seed: int) -> None:
         self._near, self._far = _opened(near), _opened(far)

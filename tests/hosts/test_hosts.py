@@ -1,4 +1,4 @@
-"""Hosts made of namespaces: what separates them, what joins them, and that nothing of them stays."""
+"""Hosts made of namespaces are separate, reach each other over the network, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def answered(hosts: Hosts, what: str = "b") -> bool:
     """Return whether host a reaches the other one."""
     code = (
         "import socket, sys; s = socket.socket(); s.settimeout(1);"
-        f"sys.exit(0 if s.connect_ex(({hosts[what].ip!r}, 9)) == 111 else 1)"  # refused: somebody is there
+        f"sys.exit(0 if s.connect_ex(({hosts[what].ip!r}, 9)) == 111 else 1)"  # refused: the host answers
     )
     return hosts["a"].run([sys.executable, "-c", code], timeout_s=10, check=False).returncode == 0
 
@@ -56,7 +56,7 @@ def test_a_cable_that_is_out_and_in_again(hosts: Hosts) -> None:
     hosts["b"].set_link("down")
     assert not answered(hosts)
     hosts["b"].set_link("up")
-    eventually(lambda: answered(hosts), 20.0, "it is not reached")  # what was sent first may be lost
+    eventually(lambda: answered(hosts), 20.0, "it is not reached")  # the first packets may be lost
 
 
 def test_another_machine_takes_the_place_of_one_and_the_bridge_keeps_its_address(hosts: Hosts) -> None:
@@ -69,7 +69,7 @@ def test_another_machine_takes_the_place_of_one_and_the_bridge_keeps_its_address
 
 def test_a_process_that_stays_is_found_by_its_title_and_ends_with_its_host(hosts: Hosts) -> None:
     process = hosts["a"].start(["sleep", "1234"], log="sleep.log")
-    seen: list[Process] = []  # while it becomes another program a process has no title
+    seen: list[Process] = []  # during exec a process has no title
 
     def is_seen() -> bool:
         seen[:] = hosts["a"].find("sleep 1234")

@@ -1,4 +1,4 @@
-"""Tests for which a machine lacks something are left out, and say so; in continuous integration they fail."""
+"""Tests that need something this machine lacks are skipped with a reason; in continuous integration they fail."""
 
 from __future__ import annotations
 

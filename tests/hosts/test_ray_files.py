@@ -1,4 +1,4 @@
-"""configs/ray for clouds: what Ray says of them, and whether what they start is what the application asks for."""
+"""configs/ray for clouds: Ray accepts the files, and they start the machines that the application needs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_machines_of_a_cloud_are_those_that_the_application_asks_for(file: P
 
 @pytest.fixture(scope="module")
 def start_options() -> str:
-    """The options that `ray start --help` lists."""
+    """Return the options that `ray start --help` lists."""
     asked = subprocess.run([BIN / "ray", "start", "--help"], capture_output=True, text=True, check=True, timeout=60)
     return asked.stdout
 

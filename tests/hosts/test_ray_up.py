@@ -18,12 +18,12 @@ from .ray_hosts import BIN, CHECKOUT, PORT, STORE_BYTES, demo_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
-DESK = "desk"  # where somebody types
+DESK = "desk"  # the host of the person who types the commands
 MACHINES = ("m1", "m2", "m3")
 UP_S = 120.0
 READY_S = 150.0
 GONE_S = 60.0
-# Workers end when they have not heard of a head for so long: it is a minute otherwise.
+# Ray's workers end after so long without the head; the default is a minute.
 SMALL_MACHINE = "UCX_TLS=tcp UCX_NET_DEVICES=eth0 OMP_NUM_THREADS=1 RAY_gcs_rpc_server_reconnect_timeout_s=5"
 KEY = ".ssh/id_ed25519"
 
@@ -61,7 +61,7 @@ def _start_sshd(host: Host, public_key: str) -> None:
 
 
 def shipped_config(hosts: Hosts) -> dict[str, Any]:
-    """The file as it is, with these addresses, this key, no GPUs, and the packages that this machine has already."""
+    """Return the shipped file with these addresses, this key, no GPUs, and without installing packages."""
     text = (CHECKOUT / "configs/ray/on-prem.yaml").read_text()
     assert "--num-gpus=8" in text
     text = text.replace("--num-gpus=8", f"--num-cpus=4 --object-store-memory={STORE_BYTES}")

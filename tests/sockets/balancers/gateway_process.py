@@ -1,4 +1,4 @@
-"""One real gateway over a fake engine, as a process. SIGTERM drains it."""
+"""A process of one real gateway over a fake engine. SIGTERM drains it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ...helpers.fake_cluster import FakeCluster
 from ...helpers.process_context import FORKING
 from ...helpers.tiny_model import MAX_MODEL_LEN, tiny_model, tiny_tokenizer
 
-STEP_S = 0.01  # of the engine: answers last long enough to be under way when something happens
+STEP_S = 0.01  # of the engine: answers last long enough for events in their middle
 
 
 def gateway_process(port: int, drain_s: float, log: Path) -> BaseProcess:
-    """Started. What it says goes to the end of `log`."""
+    """Start the process. Its output is appended to `log`."""
     process = FORKING.Process(target=_run, args=(port, drain_s, log), daemon=True)
     process.start()
     return process
@@ -56,5 +56,5 @@ async def _serve(port: int, drain_s: float) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     await told.wait()
     await server.drain()
-    await cluster.settled()  # whatever it began, it ended
+    await cluster.settled()  # everything that the gateway began has ended
     await cluster.close()

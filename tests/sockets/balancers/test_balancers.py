@@ -1,4 +1,4 @@
-"""The balancer configurations that are shipped, in real HAProxy, nginx and Envoy, in front of real gateways."""
+"""The shipped balancer configurations, in real HAProxy, nginx and Envoy, in front of real gateways."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_the_file_as_it_is_shipped_is_valid(balancer: Balancer, tmp_path: 
 
 
 async def test_requests_are_spread_over_the_gateways(setup: Setup) -> None:
-    """Over time: a gateway that its machine lets wait for a second is asked less meanwhile, as it should be."""
+    """Requests are sent over some time: balancers rightly send less to a gateway that is held up for a second."""
     async with Load(setup.port, CLIENTS, stream=True).under_way() as load:
 
         def are_even() -> bool:
@@ -143,7 +143,7 @@ async def test_a_gateway_that_is_taken_away_under_load_costs_no_request(setup: S
 
 @each_of([dataclasses.replace(balancer, drain_s=60.0) for balancer in (HAPROXY, ENVOY)])
 async def test_a_gateway_that_says_that_it_leaves_is_asked_no_more_though_its_port_is_open(setup: Setup) -> None:
-    """nginx has no checks that would tell it."""
+    """nginx has no health checks that would tell it."""
     leaver = setup.gateways[0]
     async with Load(setup.port, CLIENTS, stream=False).under_way() as load:
         await eventually(lambda: answered_by(leaver) > CLIENTS)
@@ -168,15 +168,15 @@ async def test_a_gateway_that_is_killed_costs_no_request_that_had_no_answer_yet(
 @each_of(ALL_BALANCERS)
 @pytest.mark.parametrize("num_gateways", [4])
 async def test_gateways_that_are_killed_at_once_cost_no_request_that_is_made_later(setup: Setup) -> None:
-    """Before the checks notice; and though those that are gone are as many as a request is tried at, and least busy.
+    """Requests come before the balancer's checks notice, and the dead gateways are as many as it tries for a request.
 
-    One that was under way may be tried at one after the other, each while it dies.
+    The dead gateways also look least busy. A request that was under way may be retried at each of them as it dies.
     """
     assert len(await failures_without(setup, setup.gateways[:3])) <= CLIENTS
 
 
 async def failures_without(setup: Setup, gateways: list[int]) -> list[str]:
-    """Return what clients meet when these are killed under load."""
+    """Return the clients' errors when these gateways are killed under load."""
     async with Load(setup.port, CLIENTS, stream=False, keep_alive=True).under_way() as load:
         await eventually(setup.all_are_asked)
         for port in gateways:
@@ -210,7 +210,7 @@ async def test_tokens_are_passed_on_as_they_come(setup: Setup) -> None:
 @each_of([dataclasses.replace(NGINX, without="proxy_http_version 1.1;")])
 @pytest.mark.parametrize("num_gateways", [1])
 async def test_so_they_are_by_an_nginx_that_speaks_the_version_of_its_own_choice(setup: Setup) -> None:
-    """HTTP/1.0, if it is not new."""
+    """nginx then speaks HTTP/1.0, unless it is new."""
     await check_tokens_come_one_by_one(setup)
     async with Load(setup.port, CLIENTS, stream=True).under_way() as load:
         await eventually(lambda: load.answered > 2 * CLIENTS)

@@ -45,7 +45,7 @@ async def client(source: ListedSource) -> AsyncIterator[ZmqEngineClient]:
 
 @pytest.fixture
 def stranger(served: tuple[EngineServer, EngineRecord]) -> Iterator[zmq.Socket]:
-    """Open a socket that has the cluster key, and may send any bytes."""
+    """Open a socket that has the cluster key but may send any bytes."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     KEY.secure_client(socket)
     socket.connect(served[1].address)

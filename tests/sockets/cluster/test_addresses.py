@@ -1,4 +1,4 @@
-"""Addresses of engines and gateways: IPv6, and foreign peers that have found one. No Ray."""
+"""Addresses of engines and gateways: IPv6, and foreign peers that connect to one. No Ray."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_an_engine_serves_its_gateway_whoever_else_comes_to_its_port(host:
 def test_an_engine_that_cannot_listen_at_its_address_leaves_no_socket_behind() -> None:
     with pytest.raises(zmq.ZMQError, match="Cannot assign requested address"):
         serve_engine(CountingEngine(), KEY, host="192.0.2.7")
-    gc.collect()  # would hang, had it left one
+    gc.collect()  # would hang if it had left a socket open
 
 
 @pytest.mark.parametrize(

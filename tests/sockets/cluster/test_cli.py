@@ -1,6 +1,6 @@
-"""The command line, as far as it goes without a server.
+"""The command line without a server.
 
-Commands that start nothing are called in this process (`run_baton`), others in one of their own (`baton`).
+Commands that start nothing run in this process (`run_baton`), others in one of their own (`baton`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def baton(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def serving_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `baton serve` that would start something in this process fails instead."""
+    """Make a `baton serve` that would start something in this process fail."""
     monkeypatch.setattr("baton.cluster.cli.serve.run", lambda *_: pytest.fail("it would have been served"))
 
 
@@ -102,7 +102,7 @@ def test_serve_refuses_a_port_in_use(model: Path) -> None:
 
 @pytest.fixture
 def claimed(model: Path, request: pytest.FixtureRequest) -> Iterator[int]:
-    """Claim a port as another `baton serve` does, at the address of the parameter, without listening at it."""
+    """Claim a port at the parameter's address, without listening, as another `baton serve` does."""
     port = free_port()
     with claimed_ports(on_port(model, port, request.param)):
         yield port

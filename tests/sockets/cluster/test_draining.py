@@ -1,4 +1,4 @@
-"""Draining engines: no gateway chooses them, their requests end, the rest is returned. Without Ray."""
+"""Draining engines: gateways stop choosing them, running requests end, and the rest is returned. Without Ray."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def connect(gateway: tuple[ZmqEngineClient, ListedSource], record: EngineR
 
 
 class Forgetful:
-    """Engines of which two pulses are lost with a link, and the answer to `return_requests`."""
+    """Engines that lose two pulses, and the answer to `return_requests`, as a broken link would."""
 
     def __init__(self, num_requests: int) -> None:
         self.num_requests = num_requests
@@ -155,7 +155,7 @@ async def test_blocks_on_their_way_are_waited_for(
     server, _ = serve_engine(engine, KEY, transfers=lambda: transfers)
     await until(lambda: getattr(server.pulse(), left) == 1)
     leaving = asyncio.create_task(drain(Group(server), 20.0))
-    await asyncio.sleep(0.5)  # long enough for one that waits for nothing
+    await asyncio.sleep(0.5)  # long enough for a drain that would not wait
     assert not leaving.done()
     transfers = TransferStats()
     server.wake()
@@ -189,7 +189,7 @@ async def test_a_gateway_hears_of_a_drain_without_losing_its_connection(
 async def test_an_engine_is_busy_for_as_long_as_it_has_work(
     engine: CountingEngine, gateway: tuple[ZmqEngineClient, ListedSource]
 ) -> None:
-    """Also where each of its requests ends in the turn in which it came."""
+    """Also if each of its requests ends in the turn in which it came."""
     server, record = serve_engine(engine, KEY)
     client = await connect(gateway, record)
     await asyncio.sleep(0.2)

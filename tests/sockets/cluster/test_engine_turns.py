@@ -1,4 +1,4 @@
-"""The engine's state as gateways and replicas know it, whatever falls into one turn of its step loop. No Ray."""
+"""The engine's state as gateways and replicas see it, whatever happens within one turn of its step loop. No Ray."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ...helpers.silent_proxy import SilentProxy
 pytestmark = pytest.mark.timeout(60)
 
 KEY = ClusterKey.generate()
-PATIENCE_S = 20.0  # of a machine that has much else to do
+PATIENCE_S = 20.0  # for a machine that is busy otherwise
 
 
 class HeldEngine(CountingEngine):
-    """An engine whose step loop waits at the next look at its state, once `stop_at_stats` is set."""
+    """An engine whose step loop blocks when it next reads its statistics, once `stop_at_stats` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class HeldEngine(CountingEngine):
 
 
 class FetchingEngine(CountingEngine):
-    """A request waits for its blocks from its first step on, until `arrived` is set."""
+    """An engine with a request that waits for its blocks from its first step on, until `arrived` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class FetchingEngine(CountingEngine):
         return super().step()
 
     def has_work(self) -> bool:
-        """Whoever hears that there is none knows that it `waits`."""
+        """Return whether there is work; a caller that hears of none sees `waits` set."""
         if self._asked and not self.arrived.is_set():
             self.waits.set()
             return False
@@ -117,7 +117,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def tokens_until_gone(stream: RequestStream) -> tuple[list[int], bool]:
-    """Return the tokens, and whether the stream ended since the engine was gone."""
+    """Return the tokens, and whether the stream ended because the engine was gone."""
     tokens: list[int] = []
     try:
         async for output in stream:
@@ -136,7 +136,7 @@ def num_running(client: ZmqEngineClient) -> int | None:
 async def test_a_gateway_that_only_the_directory_lost_goes_on_hearing_of_the_engine(
     connect: Callable[..., ZmqEngineClient], engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
-    """Its last status may tell of a full queue: it would refuse its clients, send nothing, and never learn better."""
+    """If its last status said that the queue is full, it would refuse clients, send nothing, and never learn better."""
     server, record = served
     lost, other = await connect("gateway-a"), await connect("gateway-b")
     await until(lambda: num_running(lost) == num_running(other) == 0)
@@ -155,13 +155,13 @@ async def test_a_request_that_came_and_left_in_one_turn_is_not_there_for_ever(
     engine: HeldEngine,
     served: tuple[EngineServer, EngineRecord],
 ) -> None:
-    """A gateway that said hello between the two must hear of it, though the others know the state already."""
+    """A gateway that said hello between the two must hear of the end, though other gateways know the state already."""
     server, record = served
     engine.hold.clear()
     engine.hang.clear()
     server.wake()
     steps = engine.steps
-    await until(lambda: engine.steps > steps)  # and there the loop is held
+    await until(lambda: engine.steps > steps)  # here the loop blocks
     stream = client.submit(record, make_request("a"))
     await until(lambda: server.socket.num_received == 1)
     late = await connect("gateway-b")
@@ -176,7 +176,7 @@ async def test_a_request_that_came_and_left_in_one_turn_is_not_there_for_ever(
 async def test_a_request_counts_while_it_goes_from_the_socket_into_the_engine(
     client: ZmqEngineClient, engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
-    """A drain that finds nothing ends the process."""
+    """A drain that saw no request here would end the process."""
     server, record = served
     engine.hold.clear()
     engine.stop_at_stats = True
@@ -190,7 +190,7 @@ async def test_a_request_counts_while_it_goes_from_the_socket_into_the_engine(
 async def test_a_stream_whose_last_holder_is_another_thread_is_aborted(
     client: ZmqEngineClient, engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
-    """The garbage collector runs in any thread, as in the one that tokenizes."""
+    """The garbage collector runs in any thread, for example in the one that tokenizes."""
     engine.hold.clear()
     holders = [client.submit(served[1], make_request("a"))]
     await until(lambda: "a" in engine.running)
@@ -219,14 +219,14 @@ async def test_a_connection_for_which_no_socket_is_left_is_made_when_there_is_on
 async def test_the_last_words_of_an_engine_are_heard_however_late_the_gateway_looks(
     client: ZmqEngineClient, engine: HeldEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
-    """They say that the requests were handed back in order; a lost connection would say that the engine has failed."""
+    """They say that the requests were handed back in order; a lost connection would mean that the engine has failed."""
     server, record = served
     engine.hold.clear()
     streams = [client.submit(record, make_request(str(number))) for number in range(50)]
     await until(lambda: len(engine.running) == 50)
     server.return_requests()
     deadline = time.monotonic() + PATIENCE_S
-    while engine.running:  # nobody else gets to run on this loop
+    while engine.running:  # blocks this event loop
         assert time.monotonic() < deadline
         time.sleep(0.005)
     server.close()
@@ -245,8 +245,8 @@ async def test_a_connection_that_breaks_is_not_made_anew_behind_the_gateways_bac
         await until(lambda: num_running(client) == 0)
         stream = client.submit(record, make_request("a", max_tokens=1_000_000))
         first = (await anext(stream)).token_ids
-        proxy.cut()  # with all that is on its way
-        time.sleep(1.0)  # nobody else gets to run on this loop, for longer than a socket takes to connect again
+        proxy.cut()  # with all data on its way
+        time.sleep(1.0)  # blocks this loop for longer than a socket takes to reconnect
         tokens, gone = await tokens_until_gone(stream)
         assert gone
         assert first + tokens == list(range(1, len(first + tokens) + 1))
@@ -268,14 +268,14 @@ async def test_a_connection_that_is_refused_is_tried_again(
 async def test_an_engine_that_waits_for_a_requests_blocks_says_nothing_until_they_have_come(
     connect: Callable[..., ZmqEngineClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Publishing would delay the request for the blocks."""
-    monkeypatch.setattr(engine_socket, "IDLE_POLL_S", PATIENCE_S)  # then it may say so
+    """Publishing its status would delay the request for the blocks."""
+    monkeypatch.setattr(engine_socket, "IDLE_POLL_S", PATIENCE_S)  # after so long it may publish
     engine = FetchingEngine()
     server, record = serve_engine(engine, KEY)
     try:
         client = await connect("gateway-a", record)
         await until(lambda: num_running(client) == 0)
-        heard: list[int | str] = []  # how many requests run, by each status; and outputs
+        heard: list[int | str] = []  # the number of running requests, from each status; and outputs
         decode = Codec.decode_from_engine
 
         def decode_and_note(codec: Codec, frame: bytes) -> EngineMessage:

@@ -1,4 +1,4 @@
-"""A gateway's process takes another `user_config`: without Ray, and with a real application behind it."""
+"""A gateway's process applies a changed `user_config`: without Ray, and with a real application."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ARGS: dict[str, Any] = {
 
 
 class Running(GatewayServer):
-    """A gateway's process after its start, without its neighbours."""
+    """A started gateway process without its neighbours."""
 
     def __init__(self) -> None:
         self._launch = GatewayLaunch("a", ARGS, Reach(), "node", "127.0.0.1")
@@ -113,7 +113,7 @@ async def test_the_log_names_what_changed_and_no_key(gateway: Running, caplog: p
 
 
 async def test_a_change_waits_for_the_one_before(gateway: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last word holds, also where the first took longer to check."""
+    """The last change wins, also if the first one took longer to check."""
     check = GatewayLaunch.spec
     released = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""An engine whose machine or link is lost: nobody says so, and no connection is closed. No Ray."""
+"""An engine whose machine or link is lost: nobody reports that, and no connection is closed. No Ray."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ...helpers.silent_proxy import SilentProxy
 pytestmark = pytest.mark.timeout(60)
 
 KEY = ClusterKey.generate()
-HEARTBEAT_TIMEOUT_S = 1.0  # shorter than by default: tests wait for it
-NOTICED_S = 15.0  # far longer than that: others may share the cores
+HEARTBEAT_TIMEOUT_S = 1.0  # shorter than the default, as tests wait for it
+NOTICED_S = 15.0  # far longer than that: other tests may share the cores
 LONG = 1_000_000  # tokens of an answer that does not end by itself
 
 
 class Cut:
-    """Engine 0 behind a proxy, engine 1 in reach, and what a gateway's sequences share over real sockets."""
+    """Engine 0 behind a proxy, engine 1 reachable, and what a gateway's sequences share, over real sockets."""
 
     def __init__(self, proxy: SilentProxy, engines: list[CountingEngine], client: ZmqEngineClient) -> None:
         settings = GatewaySettings(capacity_timeout_s=NOTICED_S)
@@ -49,7 +49,7 @@ class Cut:
         self.serving = ServingContext(client, router, settings, self.metrics, admission, breakers)
 
     async def stream_at_the_first_engine(self) -> ServedSequence:
-        """Try ids until one goes to the first engine: they decide between engines of the same cost."""
+        """Begin a stream at engine 0: the request id decides between equal engines, so try ids until one goes there."""
         for number in range(100):
             sequence = ServedSequence(self.serving, make_request(f"r{number}", max_tokens=LONG), Timeline(0.0, 0.0))
             outputs = sequence.outputs()
@@ -61,7 +61,7 @@ class Cut:
         raise AssertionError("the first engine is never chosen")
 
     async def tokens(self, count: int) -> list[int]:
-        """Return the next tokens of that stream: so many, or a few more where they came together."""
+        """Return the next `count` tokens of that stream, or a few more that came together."""
         tokens: list[int] = []
         async with asyncio.timeout(NOTICED_S):
             while len(tokens) < count:
@@ -150,7 +150,7 @@ async def test_an_engine_that_is_heard_again_ends_its_old_attempts_and_takes_new
     (lost,) = cut.engines[0].running
     cut.proxy.silence()
     await until(lambda: len(cut.client.engines()) == 1)
-    while lost not in cut.engines[1].running:  # behind what had arrived
+    while lost not in cut.engines[1].running:  # it moves after the tokens that had arrived
         await cut.tokens(1)
     cut.proxy.speak()
     await until(lambda: len(cut.client.engines()) == 2)
@@ -173,7 +173,7 @@ async def test_the_engine_ends_what_it_has_for_a_gateway_that_falls_silent(cut: 
 
 @pytest.mark.slow
 async def test_an_engine_that_only_computes_for_long_is_not_taken_for_silent(cut: Cut) -> None:
-    """Pings are answered by libzmq's thread, whatever the engine does."""
+    """libzmq's thread answers pings, whatever the engine does."""
     await cut.stream_at_the_first_engine()
     cut.engines[0].hang.clear()
     await asyncio.sleep(4 * HEARTBEAT_TIMEOUT_S)

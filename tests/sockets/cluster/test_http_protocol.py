@@ -18,7 +18,7 @@ from baton.cluster.ingress.http_protocol import MAX_HEAD_BYTES, GuardedHttpProto
 
 pytestmark = pytest.mark.slow
 
-ARRIVAL_S = 1.0  # long enough for those who dawdle a little, on a machine that others use as well
+ARRIVAL_S = 1.0  # long enough for a slightly slow client, on a machine that others use as well
 
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
@@ -40,7 +40,7 @@ async def answer_length(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 def refusals() -> list[int]:
-    """Collect the statuses of refusals that the application has not seen."""
+    """Collect the statuses of requests that were refused before the application saw them."""
     return []
 
 
@@ -63,7 +63,7 @@ async def connect(monkeypatch: pytest.MonkeyPatch, refusals: list[int]) -> Async
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    """Read until the server closes, which it must."""
+    """Read until the server closes the connection, which it must do."""
     async with asyncio.timeout(20):
         return await reader.read()
 
@@ -110,7 +110,7 @@ async def test_trickling_does_not_buy_time(connect: Connect) -> None:
             await asyncio.sleep(0.05)
 
     task = asyncio.create_task(trickle())
-    with suppress(ConnectionError):  # what was on its way when the server closed
+    with suppress(ConnectionError):  # the server closed before it read everything
         assert (await rest_of(reader)).startswith(b"HTTP/1.1 408 ")
     task.cancel()
 
@@ -163,7 +163,7 @@ async def test_requests_before_what_is_none_get_their_answers_first(
 
 
 async def test_a_body_that_is_late_breaks_into_no_answer_before_it(connect: Connect, refusals: list[int]) -> None:
-    """The server reads no further while the first request is answered, so the second one cannot be late."""
+    """The server stops reading while it answers the first request, so the second one cannot be late."""
     reader, writer = await connect()
     writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\nPOST /now HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")
     answers = re.split(rb"HTTP/1[.]1 (?=\d)", await rest_of(reader))[1:]
@@ -180,7 +180,7 @@ async def test_the_beginning_of_the_next_request_does_not_cost_an_answer_that_is
 
 
 async def test_a_refusal_arrives_whole_though_the_client_goes_on_sending(connect: Connect) -> None:
-    """With bytes that nobody has read the kernel would reset the connection, and the answer might be lost."""
+    """Unread bytes would make the kernel reset the connection, and the answer could be lost."""
     reader, writer = await connect()
     writer.write(b"no request\r\n\r\n")
     await asyncio.sleep(0.1)  # it is refused
@@ -209,7 +209,7 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize("piece", [1, 7, 10_000])
 async def test_who_offers_another_protocol_is_answered_in_this_one(connect: Connect, body: bytes, piece: int) -> None:
-    """Java's client offers one with each request."""
+    """Java's client offers an upgrade with each request."""
     reader, writer = await connect()
     asked = b"POST /now HTTP/1.1\r\nhost: x\r\n" + OFFER + body
     last = b"POST /now HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 3\r\n\r\nbye"

@@ -1,4 +1,4 @@
-"""A rank's KV transfers and tiers end in order, also where the engine could not be built."""
+"""A rank closes its KV transfers and tiers in order, also if its engine could not be built."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def share(rank: int) -> tuple[ArenaRegion, np.ndarray]:
 
 
 def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_path: Path) -> None:
-    """Their thread uses the socket to which the other rank connected, and must end before it is closed."""
+    """The transfers' thread uses the socket to which the other rank connected, and must end before that is closed."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "a file").touch()
     tiers = {"disk_path": str(tmp_path / "a file"), "disk_bytes": 1 << 20}

@@ -1,4 +1,4 @@
-"""`baton bench serve` against servers that are not ours: OpenAI's routes and nothing else."""
+"""`baton bench serve` against servers that have only OpenAI's routes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEMO = Path(__file__).parents[3] / "configs/demo/model"
 
 
 class OnlyCompletions(BaseHTTPRequestHandler):
-    """Streams `max_tokens` events; keeps what it was asked. It is behind a proxy, which has other services, too."""
+    """A server that streams `max_tokens` events, and records requests. It is behind a proxy with other services."""
 
     asked: list[dict[str, Any]]
 

@@ -22,19 +22,19 @@ TRACE = {"engine_id": "engine", "path": "/tmp/trace"}
 
 
 class Asked:
-    """The requests that a server got, in order: routes, and headers and bodies of those that generate."""
+    """Recorded requests in order: routes, and headers and bodies of those that generate."""
 
     def __init__(self) -> None:
         self.port = 0
         self.routes: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.bodies: list[dict[str, Any]] = []
-        self.num_refused = 0  # of the requests to come, with a 503
+        self.num_refused = 0  # so many of the next requests get a 503
         self.profile_status = 200
 
 
 class Server(BaseHTTPRequestHandler):
-    """OpenAI's routes that generate and the profiler's."""
+    """A server with OpenAI's generating routes and the profiler's routes."""
 
     asked: Asked
 

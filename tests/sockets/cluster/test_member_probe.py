@@ -1,4 +1,4 @@
-"""Members that are busy, stopped, dead: who of them stays listed, and how the directory finds out."""
+"""Busy, stopped and dead members: which ones stay listed, and how the directory finds out."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ...helpers.fakes import make_gateway, make_record
 
 pytestmark = pytest.mark.timeout(60)
 
-PATIENT_S = 20.0  # for an answer of a process on a machine that is busy itself
+PATIENT_S = 20.0  # for the answer of a process on a busy machine
 
-# Prints its address; holds Python's lock for ever once it is told to.
+# Prints its address; holds Python's GIL forever once it is told to.
 MEMBER = """
 import ctypes, sys
 from baton.cluster.membership.member_probe import ProbeSocket
@@ -116,7 +116,7 @@ async def test_nobody_is_let_in_where_a_process_only_shows_that_it_lives() -> No
     stranger = context.socket(zmq.DEALER)
     stranger.linger = 0
     stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-    stranger.curve_serverkey = life.public_key  # though it knew the key
+    stranger.curve_serverkey = life.public_key  # although it knows the key
     monitor = stranger.get_monitor_socket(
         zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
     )
@@ -142,13 +142,13 @@ async def test_being_asked_leaves_no_descriptor_behind() -> None:
     for _ in range(50):
         assert await probe(life.address, PATIENT_S) is ProcessState.RUNS
     deadline = time.monotonic() + PATIENT_S
-    while num_open() > before:  # libzmq's thread closes its ends behind ours
+    while num_open() > before:  # libzmq's thread closes its sockets in the background
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
     life.close()
 
 
-# ---------------------------------------------------------------------- what the list makes of it
+# ---- effects on the list
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""More connections than a gateway may have files: each is answered, and the log and the metrics say so."""
+"""More connections than a gateway may have open files: each is answered, and the log and the metrics report it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...helpers.free_ports import free_port
 
 FILES, CONNECTIONS, MAX_INFLIGHT = 256, 300, 4096
 
-# Answers when all connections have come, so that they are open at the same time.
+# Answers once all connections have come, so that they are open at the same time.
 SERVER = f"""
 import asyncio, logging, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES} // 2, {FILES}))
@@ -64,7 +64,7 @@ else:
 
 
 async def ask(port: int, path: str) -> tuple[bytes, bytes]:
-    """Ask, and return the head and body of the answer. Raises `ConnectionError` where there is none."""
+    """Send a request; return the head and body of the answer. Raises `ConnectionError` if there is none."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
     answer = await reader.read()

@@ -1,4 +1,4 @@
-"""Each process exports its own metrics, and a scrape of any gateway gives those of all. No Ray."""
+"""Each process exports its own metrics, and a scrape of any gateway returns those of all processes. No Ray."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def samples(text: bytes) -> Samples:
-    """Return value by name and labels. Fails where a family or a series comes twice."""
+    """Return values by name and labels. Fails if a family or a series comes twice."""
     families = list(text_string_to_metric_families(text.decode()))
     names = [family.name for family in families]
     assert len(names) == len(set(names))
@@ -144,7 +144,7 @@ async def app() -> AsyncIterator[Application]:
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> float:
-    """Return how long a scrape waits for a process."""
+    """Shorten the time that a scrape waits for a process, and return it."""
     monkeypatch.setattr(process_metrics, "ANSWER_S", 0.5)
     return 0.5
 
@@ -192,7 +192,7 @@ async def test_at_rest_every_gateway_gives_the_very_same_text(app: Application) 
 async def test_a_process_that_is_gone_or_hangs_is_left_out_and_said_to_be_down(
     app: Application, briefly: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The directory lists it for a while."""
+    """The directory still lists it for a while."""
     gone, _hanging, well = app.add_engine(), app.add_engine(answers=False), app.add_engine()
     gateway = app.add_gateway("gateway-a")
     assert of_engine(samples(await gateway.render()), "engine-0")
@@ -239,7 +239,7 @@ def addresses_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_scrapes_at_the_same_time_ask_each_process_twice_at_most(
     app: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once for those that came first, and once for all that came while it was asked. The route needs no key."""
+    """Once for the first scrapes, and once for all that came meanwhile. The route needs no key."""
     app.add_engine()
     gateway = app.add_gateway("gateway-a")
     asked = addresses_asked(monkeypatch)
@@ -358,6 +358,6 @@ async def test_processes_are_asked_for_the_families_of_a_scrape_alone(app: Appli
     everything = await gateway.render(max_age_s=60)
     assert part in everything
     assert len(everything) > len(part)
-    app.metrics[0].prompt_tokens.inc(5)  # what is known of everything answers for a part of it
+    app.metrics[0].prompt_tokens.inc(5)  # a full answer also serves a filtered request
     assert b" 5.0\n" not in await gateway.render(names={"baton_prompt_tokens_total"}, max_age_s=60)
     assert b" 5.0\n" in await gateway.render(names={"baton_prompt_tokens_total"})

@@ -1,4 +1,4 @@
-"""The Ray cluster that `--address auto` finds, where several run on a machine or have run there."""
+"""The Ray cluster that `--address auto` finds, if several run, or have run, on a machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...helpers.free_ports import free_port
 
 @contextlib.contextmanager
 def clusters_here(monkeypatch: pytest.MonkeyPatch, *, named: str | None, found: list[str]) -> Iterator[None]:
-    """Set what Ray finds on this machine: the cluster that `ray start` has recorded, and those of processes."""
+    """Fake the clusters that Ray finds on this machine: the one recorded by `ray start`, and those of processes."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(services, "find_bootstrap_address", lambda _: named)
     monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset(found))

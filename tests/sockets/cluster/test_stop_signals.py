@@ -1,4 +1,4 @@
-"""Signals, and a terminal that closes, end `baton serve`; here without the processes that it would start."""
+"""Signals, and a closing terminal, end `baton serve`; here it starts no other processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.cluster.cli.stop_signals import TolerantOutput, redirect_to_null
 
 pytestmark = pytest.mark.timeout(60)
 
-# Signals that were ignored or blocked when the tests began would be so in a program that they start.
+# A started program would inherit signals that were ignored or blocked when the tests began.
 SIGNALLED = """
 import signal, sys
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -53,7 +53,7 @@ def test_a_second_one_kills(first: int, second: int) -> None:
     ("numbers", "code"), [((HUP, HUP), 129), ((TERM, HUP), 0), ((HUP, TERM), 0), ((INT, HUP), 130)]
 )
 def test_a_hangup_is_never_the_second_one(numbers: tuple[int, ...], code: int) -> None:
-    """A shell and the kernel both send it, and systemd with `SendSIGHUP` beside SIGTERM."""
+    """A shell and the kernel both send SIGHUP; so does systemd with `SendSIGHUP`, besides SIGTERM."""
     assert after(*numbers) == ("asked", code)
 
 
@@ -62,7 +62,7 @@ def test_who_is_started_to_outlive_its_terminal_does() -> None:
 
 
 def test_a_hangup_takes_the_terminal_away_and_nothing_else() -> None:
-    """The last output is in the other stream, where that is a file."""
+    """The last output goes to the other stream, if that is a file."""
     window, programs = pty.openpty()
     words = [sys.executable, "-c", SIGNALLED, "SIG_DFL", str(int(HUP))]
     done = subprocess.run(words, stdin=programs, stderr=programs, stdout=subprocess.PIPE, text=True, timeout=50)
@@ -89,4 +89,4 @@ def test_what_else_goes_wrong_with_output_is_not_kept_back() -> None:
     with open("/dev/full", "w", buffering=1) as stream:
         with pytest.raises(OSError, match="No space left"):
             TolerantOutput(stream).write("too much\n")
-        redirect_to_null(stream.fileno())  # what is left is written when it is closed
+        redirect_to_null(stream.fileno())  # closing the stream writes the rest

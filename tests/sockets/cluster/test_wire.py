@@ -1,4 +1,4 @@
-"""Gateways and engines over ZMQ: client and server of one process, no Ray."""
+"""Gateways and engines over ZMQ: client and server in one process, no Ray."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ async def test_many_streams_of_two_gateways_do_not_mix(
 async def test_a_gateway_that_was_held_up_gets_many_tokens_at_once(
     client: ZmqEngineClient, engine: CountingEngine
 ) -> None:
-    """And not an output for each step that it missed: writing those would hold it up further."""
+    """It gets no separate output for each missed step: writing those would hold it up further."""
     engine.hold.clear()
     stream = client.submit(client.engines()[0].record, make_request("a", max_tokens=100))
     await until(lambda: "a" in engine.running)
     engine.hold.set()
     deadline = time.monotonic() + 20.0
-    while "a" in engine.running:  # nothing of this event loop runs meanwhile
+    while "a" in engine.running:  # blocks this event loop
         assert time.monotonic() < deadline, "the engine makes no tokens"
         time.sleep(0.01)
     outputs = [output async for output in stream]
@@ -80,7 +80,7 @@ async def test_closing_a_stream_aborts_its_request_at_the_engine(
 
 
 async def test_an_answer_whose_end_nobody_took_is_aborted(client: ZmqEngineClient, engine: CountingEngine) -> None:
-    """A client may leave just when a prefill's last word arrives: blocks that it offers would wait out their lease."""
+    """A client may leave just as a prefill's last output arrives: unaborted, the offer would wait out its lease."""
     stream = client.submit(client.engines()[0].record, make_request("a", max_tokens=1))
     await until(lambda: client.engines()[0].outstanding == 0)
     await stream.aclose()
@@ -133,7 +133,7 @@ async def test_a_newer_generation_replaces_the_older_and_survives_its_abort(
 
 
 async def test_an_abort_after_the_end_still_reaches_the_engine(client: ZmqEngineClient, engine: CountingEngine) -> None:
-    """A finished prefill holds blocks for its reader; the abort withdraws them."""
+    """A finished prefill engine holds blocks for the decode engine; the abort withdraws them."""
     record = client.engines()[0].record
     await tokens_of(client.submit(record, make_request("a")))
     client.abort(record, "a")
@@ -186,9 +186,8 @@ async def test_a_gateway_that_left_the_directory_has_its_requests_aborted(
 ) -> None:
     server = served[0]
     engine.hold.clear()
-    server.keep_gateways(
-        ["gateway-b"]
-    )  # it has never been listed: new gateways say hello before the news of them arrives
+    # Gateway-a has never been listed: new gateways may say hello before the directory reports them.
+    server.keep_gateways(["gateway-b"])
     stream = client.submit(served[1], make_request("a"))
     await until(lambda: "a" in engine.running)
     server.keep_gateways(["gateway-a", "gateway-b"])
@@ -202,7 +201,7 @@ async def test_a_gateway_that_left_the_directory_has_its_requests_aborted(
 async def test_a_gateway_that_only_the_directory_lost_hears_that_its_requests_are_given_up(
     client: ZmqEngineClient, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
 ) -> None:
-    """A gateway that was stopped for a few seconds, or cut off, would wait for its tokens for ever."""
+    """A gateway that was stopped for a few seconds, or cut off, would otherwise wait for tokens forever."""
     server, record = served
     server.keep_gateways(["gateway-a"])
     engine.hold.clear()
@@ -366,7 +365,7 @@ async def test_the_first_token_of_a_request_follows_it(
     client.begin(record, "a", 2, 7)
     await until(lambda: engine.begun == [("a", 2, 7)])
     client.begin(record, "a", 1, 8)  # of an attempt that was given up
-    client.begin(record, "b", 0, 9)  # of nobody
+    client.begin(record, "b", 0, 9)  # of an unknown request
     await until(lambda: server.counters.stale_messages == 2)
     assert engine.begun == [("a", 2, 7)]
     await stream.aclose()

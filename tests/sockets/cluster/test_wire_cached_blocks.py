@@ -1,4 +1,4 @@
-"""Gateways know which blocks an engine has cached, whatever of its news they missed."""
+"""Gateways know which blocks an engine has cached, whatever updates they missed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HASHES = [bytes([index]) * 16 for index in (1, 2, 3)]
 
 
 def cached_by(client: ZmqEngineClient, hashes: list[bytes]) -> int:
-    """Count the blocks at the start of a prompt that the engine has, as the gateway knows."""
+    """Return how many leading blocks of a prompt the engine has, as far as the gateway knows."""
     views = client.engines()
     return views[0].cached.count_prefix(unpack_names(pack_names(hashes))) if views else 0
 
@@ -31,7 +31,7 @@ async def test_gateways_know_what_an_engine_has_cached_also_those_that_come_late
         engine.store(block_hash)
     served[0].wake()
     await until(lambda: cached_by(client, HASHES) == 3)
-    engine.evict(HASHES[1])  # not told yet: the newcomer's snapshot and the other's news must agree on its number
+    engine.evict(HASHES[1])  # unpublished: the newcomer's snapshot and the other's updates must agree on its number
     later = ZmqEngineClient(source, KEY, "gateway-b")
     await later.start()
     try:
@@ -51,7 +51,7 @@ async def test_news_of_blocks_that_a_gateway_missed_are_asked_for(
     engine.store(HASHES[0])
     server.wake()
     await until(lambda: cached_by(client, HASHES) == 1)
-    server.socket.post(GatewayLost(), b"gateway-a")  # something could not be sent: it hears nothing until it asks
+    server.socket.post(GatewayLost(), b"gateway-a")  # a message could not be sent: it hears nothing until it asks
     server.wake()
     await until(lambda: server.socket.is_empty)
     other = ZmqEngineClient(ListedSource(), KEY, "gateway-b")

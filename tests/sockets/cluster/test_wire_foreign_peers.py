@@ -1,4 +1,4 @@
-"""Bytes that are no message of a gateway are counted, refused or answered, and nobody else notices."""
+"""Malformed messages are counted, refused or answered, and do not disturb other gateways."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 async def answer_to(socket: zmq.Socket) -> Outputs:
-    """Return the first message that is no status, which may come at any time."""
+    """Return the first message that is not a status; those may come at any time."""
     while True:
         await until(lambda: bool(socket.poll(0)))
         message = Codec().decode_from_engine(socket.recv())
@@ -59,7 +59,7 @@ async def test_who_sends_what_no_engine_can_read_is_told_and_nobody_else_notices
 
 
 def spoilt(message: Submit | Begin) -> bytes:
-    """Change a message as if a gateway of another version had sent it: one field has another type."""
+    """Change the type of one field, as a gateway of another version might."""
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
     if isinstance(message, Submit):
         fields["request"]["prompt_token_ids"] = "text"
@@ -121,7 +121,7 @@ async def test_a_gateway_of_which_a_message_was_lost_takes_its_requests_elsewher
     engine.hold.clear()
     stream = client.submit(record, make_request("a"))
     await until(lambda: "a" in engine.running)
-    encode = Codec.encode  # also of the engine, which may tell its status meanwhile
+    encode = Codec.encode  # also the engine's: it may send its status meanwhile
     with monkeypatch.context() as patch:
         unreadable = b"\xc1 no message"
         patch.setattr(Codec, "encode", lambda self, it: unreadable if isinstance(it, Begin) else encode(self, it))

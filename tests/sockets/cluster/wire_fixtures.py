@@ -1,4 +1,4 @@
-"""Waits for what a gateway and an engine tell each other over ZMQ."""
+"""Functions that wait for messages between a gateway and an engine over ZMQ."""
 
 from __future__ import annotations
 

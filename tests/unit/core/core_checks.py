@@ -1,4 +1,4 @@
-"""Checks of a scheduler's books, between any two of its steps."""
+"""Checks of a scheduler's internal state between any two steps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ VOCAB_SIZE = 50
 
 
 def check_in_flight(scheduler: Scheduler, runner: FakeRunner) -> None:
-    """Nothing that a step in flight may read or write is free."""
+    """Check that nothing is free that a step in flight may read or write."""
     for step, touched in runner.in_flight.items():
         free = [(group, block) for group, block in touched if not scheduler.groups[group].pool.references(block)]
         assert not free, f"step {step} is in flight and may touch {free}"
 
 
 def check_checkpoints(scheduler: Scheduler, runner: FakeRunner) -> None:
-    """A registered state that has been computed is the one behind the last token of its entry."""
+    """Check that each registered and computed state is the one after its entry's last token."""
     for request in scheduler.requests.values():
         row = runner.rows.get(request.row) if request.status is RequestStatus.RUNNING else None
         if row is None or runner.lazy or row.request_id != request.request_id:
@@ -35,7 +35,7 @@ def check_checkpoints(scheduler: Scheduler, runner: FakeRunner) -> None:
 
 
 def check_references(scheduler: Scheduler, number: int) -> None:
-    """Every reference in a group has an owner, and what may be written belongs to one table only."""
+    """Check that every block reference in a group has an owner, and that only one table may write to a block."""
     pool, fence = scheduler.groups[number].pool, scheduler.fence
     owned = {each: each.owned_blocks()[number] for each in scheduler.requests.values() if each.has_blocks}
     tables = list(owned.values())
@@ -50,13 +50,13 @@ def check_references(scheduler: Scheduler, number: int) -> None:
         first = max(request.num_computed // scheduler.groups[number].entry_tokens, request.first_kept[number])
         for block in request.block_tables[number][first:]:
             if is_restored and pool.is_cached(block):
-                continue  # a hit of this group behind what another group lacks: nobody writes it
-            own = 1 + scheduler.transfers.grows(request)  # the offer of what it is about to write is its own
+                continue  # a hit in this group after the end of another group's hits: nobody writes to it
+            own = 1 + scheduler.transfers.grows(request)  # its growing offer holds the blocks that it will write
             assert owners[block] <= own, f"{request.request_id} may write to block {block}, which others have, too"
 
 
 def blocks_being_stored(scheduler: Scheduler, number: int) -> list[list[int]]:
-    """Return what transfers and tiers hold of a group."""
+    """Return the blocks of a group that transfers and tiers hold."""
     transfers = scheduler.transfers
     held, quarantined = transfers.held.owned_blocks(), transfers.quarantine.owned_blocks()
     assert transfers.held.num_blocks == len({block for blocks in held for block in blocks})
@@ -77,7 +77,7 @@ def check_rows(scheduler: Scheduler) -> None:
 
 
 def check_places(scheduler: Scheduler) -> None:
-    """Each live request is in exactly the one place that fits its status, and its counts are in order."""
+    """Check that each live request is in exactly the one queue or table that fits its status, with valid counts."""
     transfers, copies = scheduler.transfers, scheduler.tier_copies
     assert list(scheduler.running) == sorted(scheduler.running, key=lambda each: each.queue_key)
     for request in scheduler.requests.values():
@@ -100,7 +100,7 @@ def check_places(scheduler: Scheduler) -> None:
 
 
 def check_unread(scheduler: Scheduler) -> None:
-    """Check that what is counted of the queue step by step is what one finds there."""
+    """Check the incremental count of unread tokens in the queue against a count from scratch."""
     size, backlog = scheduler.config.block_size, scheduler.backlog
     counted = {each: backlog.num_full_blocks(each) for each in scheduler.waiting if not each.awaits_transfer}
     num_drafts = 0 if scheduler.drafting is None else scheduler.drafting.most

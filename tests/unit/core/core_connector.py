@@ -1,4 +1,4 @@
-"""A connector between engines whose memory is that of `core_memory`: tests say when a transfer ends, and how."""
+"""A fake connector between engines over `core_memory`: tests decide when a transfer ends, and how."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class OpenOffer:
     request_id: str
     generation: int
     blocks: list[int]
-    content: list[int]  # of what is written
+    content: list[int]  # the KV values that the prefill engine writes
     num_tokens: int
-    num_ready: int = 0  # leading blocks
+    num_ready: int = 0  # leading blocks that are written
     withdrawn: bool = False
 
 
@@ -63,13 +63,13 @@ class Arenas:
         return max(number for number, first in enumerate(self._firsts) if first <= block)
 
     def content(self, block: int) -> list[int]:
-        """All values of a block, or the state in a slot."""
+        """Return all values of a block, or the state in a slot."""
         return list(self.read(block, self._config.block_size))
 
     def handed_over(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Ranges of positions, one for each block of a hand-off: what a later token reads, as it is computed.
+        """Return ranges of positions, one for each block of a hand-off: the positions that later tokens read.
 
-        Of a state the range is its last position.
+        For a state, the range is its last position.
         """
         found = []
         for number, group in enumerate(self._config.groups):
@@ -109,9 +109,9 @@ class Arenas:
 
 
 class FakeConnector(GrowingConnector):
-    """A `KVConnector` whose transfers move when the test says so, in any order, well or badly.
+    """A `KVConnector` whose transfers end when the test says so, in any order, well or badly.
 
-    `fetch` gives the KV values that a ticket stands for. Between a failure and the release of the blocks, `scribble`
+    `fetch` returns the KV values that belong to a ticket. Between a failure and the release of the blocks, `scribble`
     writes into them as a late transfer would.
     """
 
@@ -171,7 +171,7 @@ class FakeConnector(GrowingConnector):
         events, self.events = self.events, []
         return events
 
-    # ---- what the test makes happen
+    # ---- called by tests
 
     def end_offer(self, transfer_id: TransferId, outcome: OfferOutcome = OfferOutcome.FINISHED) -> None:
         self.check_offers()
@@ -184,7 +184,9 @@ class FakeConnector(GrowingConnector):
         assert not pull.failed
         values = list(self._fetch(pull.ticket))
         wanted = self._arenas.handed_over(len(values))[pull.first_block :]
-        for block, (start, end) in zip(pull.blocks, wanted, strict=True):  # exactly the missing ones are asked for
+        for block, (start, end) in zip(
+            pull.blocks, wanted, strict=True
+        ):  # the engine asks for exactly the missing blocks
             self._arenas.write(block, values[start:end])
         self.events.append(Received(transfer_id))
 
@@ -202,19 +204,19 @@ class FakeConnector(GrowingConnector):
         self.events.append(BlocksReleased(transfer_id))
 
     def check_offers(self) -> None:
-        """Check that what was promised is still there."""
+        """Check that the content of offered blocks is unchanged."""
         for offer in self.offers.values():
             assert self._read(offer, offer.num_ready) == offer.content, "an offered block changed"
 
     def check_content(self, offer: OpenOffer, token_ids: Sequence[int]) -> None:
-        """Check that what was written of an offer is that of these tokens."""
+        """Check that the written part of an offer is the KV of these tokens."""
         values = kv_of(token_ids)[: offer.num_tokens]
         places = self._arenas.handed_over(offer.num_tokens)[: offer.num_ready]
         expected = [value for start, end in places for value in values[start:end]]
         assert offer.content == expected, f"{offer.request_id} offers what is not of its prompt"
 
     def _read(self, offer: OpenOffer, num_blocks: int) -> list[int]:
-        """The values of an offer's leading blocks."""
+        """Return the values of an offer's leading blocks."""
         places = self._arenas.handed_over(offer.num_tokens)
         pairs = zip(offer.blocks[:num_blocks], places[:num_blocks], strict=True)
         return [value for block, (start, end) in pairs for value in self._arenas.read(block, end - start)]
@@ -225,7 +227,7 @@ class FakeConnector(GrowingConnector):
 
 
 def ticket_for(request_tokens: Sequence[int]) -> bytes:
-    """A ticket whose KV is known without a peer; see `fetch_from_ticket`."""
+    """Return a ticket whose KV is known without a peer; see `fetch_from_ticket`."""
     return msgspec.json.encode(list(request_tokens))
 
 

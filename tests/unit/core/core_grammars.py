@@ -1,4 +1,4 @@
-"""Grammars of tokens, and threads for them that work when a test says so."""
+"""Fake grammars over tokens, and executors for them that work when a test says so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MASK = struct.Struct("<qq")
 
 
 def allowed_after(output: Sequence[int]) -> list[int]:
-    """The tokens that may follow an output: three of four, and now and then a single one."""
+    """Return the tokens that may follow an output: three of four, and now and then a single one."""
     last, length = output[-1] if output else 0, len(output)
     if hash((last, length)) % 5 == 0:
         return [hash((last, 1, length)) % NUM_TOKENS]
@@ -25,20 +25,20 @@ def allowed_after(output: Sequence[int]) -> list[int]:
 
 
 def draw_allowed(token: int, output: Sequence[int]) -> int:
-    """Return what is drawn behind an output where `token` would be drawn without a grammar."""
+    """Return the token that is drawn after an output, if `token` would be drawn without a grammar."""
     return min(allowed_after(output), key=lambda each: (each - token) % NUM_TOKENS)
 
 
 def made_for(mask: bytes) -> int:
-    """The hash of the output behind which a grammar made this mask."""
+    """Return the hash of the output for which a grammar made this mask."""
     output: int = _MASK.unpack(mask)[1]
     return output
 
 
 class FakeGrammar:
-    """Allows what `allowed_after` says, or all of it but number 0. A mask ends with the hash of its output.
+    """A grammar that allows what `allowed_after` says, or all of it but token 0. A mask ends with its output's hash.
 
-    It takes in no other tokens, but for those that were drawn before it was opened.
+    It accepts only tokens that it allows, except for those drawn before it was opened.
     """
 
     def __init__(self, source: FakeGrammars) -> None:
@@ -78,7 +78,7 @@ class FakeGrammar:
 
 
 class FakeGrammars:
-    """A `GrammarSource` whose threads wait until they may go on."""
+    """A `GrammarSource` whose threads wait until a test lets them go on."""
 
     def __init__(self) -> None:
         self.may_open = threading.Event()
@@ -90,8 +90,8 @@ class FakeGrammars:
         self.allows_0 = True
         self.known: list[StructuredOutputsParams] = []
         self.opened: list[FakeGrammar] = []
-        self.wanted: list[Callable[[], bool]] = []  # of each that was asked for
-        self.asked = threading.Semaphore(0)  # one for each
+        self.wanted: list[Callable[[], bool]] = []  # `is_wanted` of each grammar that was asked for
+        self.asked = threading.Semaphore(0)  # released once for each
 
     def knows(self, asked: StructuredOutputsParams) -> bool:
         return asked in self.known
@@ -110,7 +110,7 @@ class FakeGrammars:
 
 
 class ImmediateThreads(Executor):
-    """In place of the threads of `Constraints`: all work is done where it is asked for."""
+    """An executor in place of the threads of `Constraints` that works when work is submitted."""
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -119,7 +119,7 @@ class ImmediateThreads(Executor):
 
 
 class LateThreads(Executor):
-    """In place of the threads of `Constraints`."""
+    """An executor in place of the threads of `Constraints` that works when a test calls `work`."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
@@ -130,12 +130,12 @@ class LateThreads(Executor):
         return future
 
     def work(self, index: int = 0) -> None:
-        """Does a piece of what waits, unless nobody wants it any more."""
+        """Do a piece of the waiting work, unless it was cancelled."""
         future, work = self.waiting.pop(index)
         if future.set_running_or_notify_cancel():
             future.set_result(work())
 
     def begin(self) -> None:
-        """Begins the oldest piece, and never ends it."""
+        """Begin the oldest piece of work, and never end it."""
         future, _ = self.waiting.pop(0)
         assert future.set_running_or_notify_cancel()

@@ -1,4 +1,4 @@
-"""An engine with its fakes, what it answered, and the rules that hold after every step."""
+"""An engine with its fakes, the answers that it gave, and the invariants that hold after every step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VOCAB_SIZE = 50
 
 @dataclass
 class Answer:
-    """Everything an engine said about one request."""
+    """All outputs of an engine for one request."""
 
     outputs: list[EngineOutput] = field(default_factory=list)
 
@@ -63,10 +63,10 @@ def config(
     states: Sequence[tuple[int, int]] = (),
     **changes: object,
 ) -> EngineCoreConfig:
-    """A small engine. Depth 1 unless said, so that a test can follow every step.
+    """Return the config of a small engine. Depth 1 unless given, so that a test can follow every step.
 
-    `groups`: the arenas of several cache groups, as pairs of blocks and window, in place of `num_blocks`; `states`:
-    those of groups with states behind them, as pairs of slots and tokens from one checkpoint to the next.
+    `groups`: the arenas of several cache groups, as pairs of blocks and window, instead of `num_blocks`; `states`:
+    those of the groups with states that follow, as pairs of slots and tokens between checkpoints.
     """
     if groups is not None:
         arenas = [CacheGroupConfig(num_blocks=count, window=window) for count, window in groups]
@@ -86,7 +86,7 @@ def config(
 
 
 def request(request_id: str, prompt: int | list[int], **changes: object) -> EngineRequest:
-    """A request with a prompt of the given length or tokens. Sampling parameters may be given by name."""
+    """Return a request with a prompt of the given length or tokens. Sampling parameters may be given by name."""
     own = {name: changes.pop(name) for name in list(changes) if name in EngineRequest.__struct_fields__}
     tokens = [(7 * position + 3) % VOCAB_SIZE for position in range(prompt)] if isinstance(prompt, int) else prompt
     sampling = own.pop("sampling", None) or SamplingParams(**changes)  # type: ignore[arg-type]
@@ -94,13 +94,13 @@ def request(request_id: str, prompt: int | list[int], **changes: object) -> Engi
 
 
 def num_remembered(kind: type) -> int:
-    """Count the objects of a class that something still refers to."""
+    """Count the objects of a class that are still referenced."""
     gc.collect()
     return sum(type(each) is kind for each in gc.get_objects())
 
 
 class HandClock:
-    """Time that stands still until a test moves it."""
+    """A clock that stands still until a test moves it."""
 
     def __init__(self, now_s: float = 100.0) -> None:
         self.now_s = now_s
@@ -125,15 +125,16 @@ class Harness:
         guesses_on_device: bool = False,
         edits_on_host: bool = False,
     ) -> None:
-        """With tiers where `min_restored_tokens` is given. `fetch`: what lies behind the ticket of another engine.
+        """Create an engine over fakes; with tiers if `min_restored_tokens` is given.
 
-        `num_drafts`: what a request gets in a step at most; a share of `draft_errors` is wrong. `guesses_on_device`:
-        the runner makes them, at the end of a step. `edits_on_host`: logits are edited at positions of plans.
+        `fetch`: returns the KV for another engine's ticket. `num_drafts`: the most drafts of a request in a step, of
+        which a share of `draft_errors` is wrong. `guesses_on_device`: the runner makes them, at the end of a step.
+        `edits_on_host`: the runner edits logits by the positions in plans.
         """
         self.config = engine_config
         self.runner = FakeRunner(engine_config, lazy=lazy)
         self.connector = FakeConnector(self.runner, fetch, offers_early=offers_early)
-        self.unbegun: dict[tuple[str, int], int] = {}  # the first tokens that nobody has told yet
+        self.unbegun: dict[tuple[str, int], int] = {}  # first tokens that the engine has not been told yet
         self.tiers = None
         if min_restored_tokens is not None:
             self.tiers = FakeTiers(Arenas(engine_config, self.runner), min_restored_tokens)
@@ -154,7 +155,7 @@ class Harness:
             drafting=drafting,
             clock=clock,
         )
-        self.threads = LateThreads()  # unused but for `think_late`
+        self.threads = LateThreads()  # unused without `think_late`
         self.asked: dict[tuple[str, int], EngineRequest] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
         self._expected: dict[tuple[str, int], tuple[list[int], FinishReason]] = {}
@@ -169,14 +170,14 @@ class Harness:
             self.core.add(each)
 
     def add_during_prefill(self, asked: EngineRequest, first_token: int) -> None:
-        """Its blocks are on their way, and its first token becomes known only with `begin`."""
+        """Add a request whose blocks are still being sent; the engine learns its first token from `begin`."""
         key = asked.request_id, asked.generation
         self.asked[key] = msgspec.structs.replace(asked, output_token_ids=[first_token])
         self.unbegun[key] = first_token
         self.core.add(msgspec.structs.replace(asked, awaits_first_token=True))
 
     def think_late(self) -> None:
-        """Let grammars be opened, and masks made, when a test says so, or nothing else is left to do."""
+        """Open grammars and make masks only when a test says so, or when nothing else is left to do."""
         self.scheduler.constraints.openers = self.scheduler.constraints.maskers = self.threads
 
     def begin(self, request_id: str, generation: int = 0) -> None:
@@ -193,7 +194,7 @@ class Harness:
             self.check()
 
     def run(self) -> None:
-        """Steps until nothing is left to do without the outside world."""
+        """Step until nothing is left to do without events from outside."""
         for _ in range(10_000):
             if not self.core.has_work():
                 return
@@ -218,7 +219,7 @@ class Harness:
         return transfer_id
 
     def finish_transfers(self) -> None:
-        """The outside world does everything that it still owes."""
+        """Finish every transfer and copy that is still open."""
         for key in list(self.unbegun):
             self.begin(*key)
         for transfer_id, pull in list(self.connector.pulls.items()):
@@ -267,19 +268,19 @@ class Harness:
         check_unread(self.scheduler)
 
     def expected(self, key: tuple[str, int]) -> tuple[list[int], FinishReason]:
-        """The answer that a request gets alone."""
+        """Return the answer that a request gets when it runs alone."""
         if key not in self._expected:
             self._expected[key] = expected_answer(self.asked[key], self.config)
         return self._expected[key]
 
     def _whole(self, request_id: str, _: Sequence[int]) -> list[int]:
-        """The prompt and the whole answer of the live request of this id."""
+        """Return the prompt and the whole answer of the live request of this id."""
         key = request_id, self.scheduler.requests[request_id].generation
         asked, (answer, _) = self.asked[key], self.expected(key)
         return [*asked.prompt_token_ids, *asked.output_token_ids, *answer]
 
     def check_answer(self, key: tuple[str, int]) -> None:
-        """Right so far: exactly the tokens that this request draws alone, and no finish but its own or a cut."""
+        """Check that the tokens so far are those of the request alone, and that it ended by itself or was cut off."""
         asked, answer = self.asked[key], self.answers[key]
         early = [output for output in answer.outputs if output.kv_source and output.finish_reason is None]
         assert early == answer.outputs[: len(early)], "an early offer behind a token"

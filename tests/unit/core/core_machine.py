@@ -1,4 +1,4 @@
-"""Everything at once, in any order. The rules are in `core_harness.check`; here is what may happen."""
+"""A Hypothesis machine for an engine: any event in any order. `core_harness.check` has the invariants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .core_prompts import prompts, samplings
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests of every kind and transfers that go every way, in the engine that a subclass starts: `self.engine`."""
+    """Requests of every kind, and transfers in both directions, in the engine that a subclass starts: `self.engine`."""
 
     engine: Harness
 
@@ -126,7 +126,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.count)
     @rule(data=st.data(), newest=st.integers(0, 2))
     def abort_an_attempt(self, data: st.DataObject, newest: int) -> None:
-        """And those before it. What came later lives on."""
+        """Abort an attempt and the older ones; newer ones continue."""
         request_id = f"r{data.draw(st.integers(1, self.count))}"
         live, offers = self.engine.scheduler.requests, self.engine.connector.offers
         later = request_id in live and live[request_id].generation > newest
@@ -161,7 +161,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([3.0, 11.0]))
     def wait(self, seconds: float) -> None:
-        """Longer than some requests last, or a tier or a grammar may take."""
+        """Let more time pass than some requests may last, or than a tier or a grammar may take."""
         self.clock.now_s += seconds
         for request in self.engine.scheduler.requests.values():
             if request.message.sampling.structured_outputs is not None:
@@ -195,7 +195,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def let_it_run(self) -> None:
-        """Nobody may be left waiting who needs nothing from outside."""
+        """Step, and check that no request is left waiting that needs nothing from outside."""
         self.engine.run()
         self.engine.step()  # takes in the last events
         self.engine.run()
@@ -206,7 +206,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert not self.live_ids()
         waits_for_slots = tiers is not None and tiers.stores and self.engine.scheduler.memory.has_states
         if not self.engine.scheduler.transfers.has_withdrawn_offers and not waits_for_slots:
-            # Else a running request may wait for a reader to let go of blocks, or for a store of its state.
+            # Without these, a running request may wait until a reader lets go of blocks, or its state is stored.
             statuses = {request.status for request in self.engine.scheduler.requests.values()}
             assert RequestStatus.RUNNING not in statuses
 

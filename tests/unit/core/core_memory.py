@@ -18,7 +18,7 @@ GARBAGE = -1
 
 
 def kv_of(token_ids: Iterable[int]) -> list[int]:
-    """The KV values of a sequence, one for each position."""
+    """Return the KV values of a sequence, one for each position."""
     values, state = [], 0
     for token in token_ids:
         state = hash((state, token))  # integers only: the same in every process
@@ -35,7 +35,7 @@ def logprob_of(kv: int, token: int) -> TokenLogprobs:
 
 
 def expected_answer(request: EngineRequest, config: EngineCoreConfig) -> tuple[list[int], FinishReason]:
-    """Return what the request must be answered with, whatever else the engine does: computed without any engine."""
+    """Return the right answer to a request, whatever the engine does, computed without an engine."""
     sampling, tokens = request.sampling, [*request.prompt_token_ids, *request.output_token_ids]
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(config.eos_token_ids))
     drawn: list[int] = []
@@ -60,20 +60,20 @@ class Row:
     request_id: str
     tokens: list[int]
     num_prompt: int
-    tables: list[list[int]]  # of each cache group
+    tables: list[list[int]]  # for each cache group
     seed: int
     is_constrained: bool
     num_computed: int = 0
     kv: list[int] = field(default_factory=list)
-    guesses: list[int] = field(default_factory=list)  # of the tokens behind the last one
-    applied: dict[int, int] = field(default_factory=dict)  # tokens that are in its state, in each group that has some
-    drafted: dict[int, int] = field(default_factory=dict)  # by position, the tokens whose inputs are kept beside it
+    guesses: list[int] = field(default_factory=list)  # drafts for the tokens after the last one
+    applied: dict[int, int] = field(default_factory=dict)  # tokens that the state has read, by group with states
+    drafted: dict[int, int] = field(default_factory=dict)  # by position, tokens with inputs kept beside the state
 
     def __post_init__(self) -> None:
         self.kv = kv_of(self.tokens)
 
     def replay(self, group: int) -> int:
-        """Return how many tokens its state has read, and let it read the drafts that were accepted behind them."""
+        """Apply the accepted drafts to the state, and return how many tokens it has read."""
         before = self.applied.get(group, self.num_computed)
         for position in range(before, self.num_computed):
             assert self.drafted[position] == self.tokens[position], "a draft that was not accepted is replayed"
@@ -88,7 +88,7 @@ class Row:
 
 
 class KVMemory:
-    """Blocks of values; what was never written reads as garbage."""
+    """Blocks of values; reading an unwritten one gives garbage."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -98,7 +98,7 @@ class KVMemory:
         self.blocks[table[position // self.block_size]][position % self.block_size] = value
 
     def read(self, table: Sequence[int], num_tokens: int, first: int = 0) -> list[int]:
-        """The values of positions `first` to `num_tokens` of a table."""
+        """Return the values of positions `first` to `num_tokens` of a table."""
         skipped = first // self.block_size
         values = [value for block in table[skipped:] for value in self.blocks[block]]
         assert len(values) >= num_tokens - skipped * self.block_size, "the table is too short"
@@ -106,23 +106,23 @@ class KVMemory:
 
 
 class StateMemory:
-    """Slots of states: that behind n tokens is the value of the last of them."""
+    """Slots of states: the state after n tokens is the KV value of the last one."""
 
     def __init__(self, num_slots: int, checkpoint_tokens: int) -> None:
         self.checkpoint_tokens = checkpoint_tokens
         self.slots = [GARBAGE] * num_slots
 
     def source(self, table: Sequence[int], start: int) -> int | None:
-        """The slot that holds the state behind the first `start` tokens."""
+        """Return the slot that holds the state after the first `start` tokens."""
         return table[(start - 1) // self.checkpoint_tokens] if start else None
 
     def between(self, table: Sequence[int], first: int, last: int) -> list[int]:
-        """The slots that may hold the state behind `first` to `last` tokens."""
+        """Return the slots that may hold the states after `first` to `last` tokens."""
         size = self.checkpoint_tokens
         return [table[entry] for entry in range(max(0, first - 1) // size, (last - 1) // size + 1) if last]
 
     def written(self, table: Sequence[int], start: int, end: int) -> dict[int, int]:
-        """The slots that a chunk writes, and behind how many tokens each."""
+        """Return the slots that a chunk writes, each with the number of tokens after which its state is."""
         size = self.checkpoint_tokens
         ends = [*range((start // size + 1) * size, end, size), end]
         return {table[(at - 1) // size]: at for at in ends if table[(at - 1) // size] >= 0 or at == end}

@@ -1,4 +1,4 @@
-"""Decoding with drafts on devices that are formulas: what speculation gains, and what it costs at worst."""
+"""A simulation of decoding with drafts, on devices that are formulas: speculation's gain, and its worst cost."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from baton.engine.core.speculation.length import DraftLengths
 
-Device = Callable[[int], float]  # seconds of a step by its tokens
+Device = Callable[[int], float]  # maps the tokens of a step to its seconds
 
 
 def memory_bound(num_tokens: int) -> float:
-    """Return the time of a step of an 8b model on a GPU: weights are read once, and count up to some 300 tokens."""
+    """Return the time of an 8B model's step on a GPU: reading weights dominates up to some 300 tokens."""
     return 5e-3 + 20e-6 * num_tokens if num_tokens <= 300 else 11e-3 * num_tokens / 300
 
 
@@ -29,7 +29,7 @@ class Simulated:
     drafts: int = 0
 
     def slowdown(self, device: Device, num_requests: int) -> float:
-        """Return the time over that of steps without drafts, for as many tokens."""
+        """Return the time relative to steps without drafts, for as many tokens."""
         return self.seconds / (device(num_requests) * self.tokens / num_requests)
 
 
@@ -47,16 +47,16 @@ def simulate(
     looks_ahead: bool = False,
     guess_s: float | None = None,
 ) -> Simulated:
-    """Run steps in which a draft is right at the rate of its request; `rates` are dealt out to requests in turn.
+    """Run steps in which a draft is right at its request's rate; requests take the `rates` in turn.
 
-    After `answer_steps` steps a request gives its place to the next one. Where it `looks_ahead`, a request has guesses
-    only as far as they were expected when its step before was settled, as those with a grammar. Where `guess_s` is
-    given, guesses are made on the device at the end of each step, and a guess for all requests takes so many seconds.
+    A request is replaced after `answer_steps` steps. If it `looks_ahead`, a request gets only as many drafts as were
+    expected when its last step was settled, as those with a grammar do. With `guess_s`, the device makes the drafts at
+    the end of each step, and one draft for all requests takes so many seconds.
     """
     draw, policy, done = random.Random(seed), DraftLengths(most), Simulated()
     places = [f"{place} 0" for place in range(num_requests)]
-    guessed: dict[str, int] = {}  # guesses of the next step by request, where they are made ahead
-    made: dict[str, int] = {}  # guesses that the device has made for a request
+    guessed: dict[str, int] = {}  # drafts of the next step by request, if they are made ahead
+    made: dict[str, int] = {}  # drafts that the device has made for a request
     in_flight: deque[tuple[list[str], list[int], int]] = deque()
     for step in range(num_steps):
         if step and step % (answer_steps // min(answer_steps, num_requests) or 1) == 0:

@@ -60,7 +60,7 @@ def test_an_engine_that_nobody_asks_keeps_no_log() -> None:
 
 
 class TestMoves:
-    """Moves of one block, which is reported in the best place that has it."""
+    """Moves of one block, which is reported in the fastest place that has it."""
 
     def setup_method(self) -> None:
         self.pool = BlockPool(2)
@@ -226,7 +226,7 @@ def test_a_salt_makes_other_names() -> None:
 def test_after_any_run_a_mirror_is_the_truth(
     num_blocks: int, prompts: list[tuple[int, int, int]], faults: list[str]
 ) -> None:
-    """News are taken at any time, some are lost, and one that begins late needs no more than a snapshot.
+    """Updates are taken at any time, and some are lost; a mirror that begins late needs only a snapshot.
 
     Meanwhile blocks go down to tiers, further down, come back, and are lost.
     """
@@ -265,7 +265,7 @@ def test_after_any_run_a_mirror_is_the_truth(
         elif fault in ("take", "lose"):
             tell(lose=fault == "lose")
     engine.run_to_the_end()
-    engine.add(request("last", [49] * 8, max_tokens=1))  # changes something, so that what was lost is noticed
+    engine.add(request("last", [49] * 8, max_tokens=1))  # changes something, so that lost updates are noticed
     engine.run_to_the_end()
     tell()
     assert [mirror.number for mirror in mirrors] == [log.number] * len(mirrors)

@@ -17,7 +17,7 @@ TOKENS = list(range(100, 112))
 
 
 def take_and_register(pool: BlockPool, hashes: list[bytes], num_blocks: int | None = None) -> list[int]:
-    """A table whose leading blocks carry the given hashes, as a request that computed them would leave it."""
+    """Return a table whose leading blocks have these hashes, as if a request had computed them."""
     num_blocks = len(hashes) if num_blocks is None else num_blocks
     table = pool.take(pool.find_prefix(hashes), num_blocks)
     for block, block_hash in zip(table, hashes, strict=False):
@@ -160,7 +160,7 @@ class TestBlockPool:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of taking, filling and giving back keeps the books right and never loses what is referenced."""
+    """Any order of allocating, filling and releasing keeps the counts right and never loses referenced blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Requests with a grammar: when they may draw, whom they keep waiting, and how they end."""
+"""Requests with a grammar: when they may draw, which other requests they delay, and how they end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def constrained(request_id: str, prompt: int, **changes: object) -> EngineReques
 
 
 class Watch:
-    """Follows the plans."""
+    """Records the steps in which each request was planned."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness

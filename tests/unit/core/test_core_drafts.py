@@ -131,7 +131,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(depth: int, on_device:
     alone, right, half, wrong = (num_steps(depth, errors, on_device=on_device) for errors in (None, 0.0, 0.5, 1.0))
     assert right <= alone / 4 + 2
     assert alone / 4 < half < alone
-    assert wrong <= alone + depth  # one that is not needed may be in flight
+    assert wrong <= alone + depth  # an unneeded step may be in flight
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -139,7 +139,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(depth: int, on_device:
 def test_requests_whose_logits_are_edited_on_the_host_are_in_no_step_before_their_drafts_are_settled(
     depth: int, errors: float
 ) -> None:
-    """The runner checks that; others go on."""
+    """The runner checks that; other requests go on."""
     engine = Harness(config(depth=depth), num_drafts=3, draft_errors=errors, edits_on_host=True)
     engine.add(request("edited", 10, max_tokens=40, min_tokens=40), request("plain", 10, max_tokens=40))
     engine.run_to_the_end()
@@ -232,7 +232,7 @@ def test_drafts_behind_a_stop_token_are_not_told_as_accepted() -> None:
 
 
 def num_constrained_steps(depth: int, errors: float | None) -> int:
-    """Return the steps of a request with a grammar, of whose drafts a share is wrong."""
+    """Return the steps that a request with a grammar takes if a share `errors` of its drafts is wrong."""
     engine = Harness(
         config(depth=depth, eos_token_ids=[VOCAB_SIZE - 1]),
         grammars=FakeGrammars(),

@@ -61,7 +61,7 @@ def test_an_engine_that_shall_not_offers_nothing_early() -> None:
 
 
 def test_prefix_hits_are_told_with_the_result_of_the_first_chunk() -> None:
-    """Not before: a step in flight may still be writing them."""
+    """Not before that: a step in flight may still be writing them."""
     engine = prefill()
     engine.add(request("first", LONG, max_tokens=1))
     engine.run()
@@ -83,7 +83,7 @@ def test_a_prompt_that_is_preempted_asks_its_blocks_back_and_is_offered_anew() -
     assert engine.connector.offers[offer].withdrawn
     assert engine.core.stats().num_preemptions == 1
     written = engine.connector.offers[offer].content
-    engine.step(3)  # a reader may still be at it, so the urgent one waits for its blocks
+    engine.step(3)  # a reader may still read, so the urgent request waits for its blocks
     assert engine.connector.offers[offer].content == written
     assert not engine.is_answered("urgent")
     engine.connector.end_offer(offer, OfferOutcome.WITHDRAWN)

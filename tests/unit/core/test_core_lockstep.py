@@ -1,4 +1,4 @@
-"""Ranks that step together: nobody steps alone, nobody is waited for in vain, and silence is reached."""
+"""Ranks in lockstep: no rank steps alone or waits in vain, and at the end all become idle."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ class TestOneRank:
 
 @dataclass
 class Rank:
-    """An `EngineCore`'s use of its lockstep, with a number of steps left as work."""
+    """A rank that uses its lockstep as an `EngineCore` does, with a number of steps left as work."""
 
     lockstep: Lockstep
     depth: int
     steps_left: int = 0
-    waits_for_kv: int = 0  # steps of a request that cannot be planned before something happens outside
-    in_flight: deque[bool] = field(default_factory=deque)  # of each step: whether it was planned here
+    waits_for_kv: int = 0  # steps of a request that cannot be planned before an outside event
+    in_flight: deque[bool] = field(default_factory=deque)  # for each step: whether it was planned here
     planned: StepPlan | None = None
-    turn: int = 0  # agreements taken part in
+    turn: int = 0  # agreements that it took part in
     in_agreement: bool = False
-    launched: list[int] = field(default_factory=list)  # the agreement behind each launched step
+    launched: list[int] = field(default_factory=list)  # the agreement for each launched step
 
     @property
     def has_work(self) -> bool:
@@ -117,12 +117,12 @@ class Rank:
 
 
 class Ranks(RuleBasedStateMachine):
-    """Any number of ranks; wakes travel as slowly as they like, each pair's in order."""
+    """Any number of ranks. Wakes may take any time; those of a pair arrive in order."""
 
     @initialize(num_ranks=st.integers(1, 4), depth=st.integers(1, 2))
     def start(self, num_ranks: int, depth: int) -> None:
         self.on_the_way: dict[tuple[int, int], deque[int]] = {}
-        self.told: list[dict[int, list[int]]] = []  # of each agreement, by rank
+        self.told: list[dict[int, list[int]]] = []  # the ranks' values in each agreement
 
         def sender(rank: int):  # type: ignore[no-untyped-def]
             def wake_others(wave: int) -> None:
@@ -167,7 +167,7 @@ class Ranks(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 3), wakes_are_fast=st.booleans())
     def all_go_on_but_one(self, rank: int, wakes_are_fast: bool) -> None:
-        """As far as they get without it: it may be a whole wave behind when it goes on."""
+        """Let the other ranks step as far as they can: the one left may be a whole wave behind when it goes on."""
         others = [number for number in range(len(self.ranks)) if number != rank % len(self.ranks)]
         while any(self.go_on(number) for number in others):
             pass
@@ -180,7 +180,7 @@ class Ranks(RuleBasedStateMachine):
                 self.ranks[to].lockstep.on_wake(wakes.popleft())
 
     def go_on(self, number: int) -> bool:
-        """Return whether the rank could do anything."""
+        """Let a rank step; return whether it could do anything."""
         rank = self.ranks[number]
         if rank.in_agreement:
             told = self.told[rank.turn]
@@ -206,7 +206,7 @@ class Ranks(RuleBasedStateMachine):
         assert len(steps) == 1
 
     def teardown(self) -> None:
-        """Left alone, everything that can be done gets done, and silence follows."""
+        """Finish all work that can be done without more events, and check that all ranks become idle."""
         if not hasattr(self, "ranks"):
             return
         for _ in range(10_000):

@@ -40,7 +40,7 @@ class RendezvousClient:
 
 
 class GroupRunner(FakeRunner):
-    """Also runs empty steps, and counts all."""
+    """A runner that also runs empty steps, and counts all steps."""
 
     num_steps = num_empty = 0
 
@@ -59,7 +59,7 @@ class GroupRunner(FakeRunner):
 
 
 class Replica(threading.Thread):
-    """A rank as its server drives it: steps while there is work, sleeps otherwise."""
+    """A rank with its server's loop: it steps while there is work, and sleeps otherwise."""
 
     def __init__(self, rank: int, group: list[Replica], rendezvous_client: RendezvousClient, depth: int) -> None:
         super().__init__(daemon=True)
@@ -126,7 +126,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def until_idle(group: list[Replica]) -> None:
-    """The wave is over for all."""
+    """Wait until the wave is over for all ranks."""
     until(lambda: not any(replica.core.has_work() for replica in group))
 
 
@@ -161,7 +161,7 @@ class TestEngines:
         group[1].submit(asked[3])  # in a wave that another rank may begin or have begun
         group[0].submit(asked[4])
         answers += [group[1].wait_for("r3"), group[0].wait_for("r4")]
-        until_idle(group)  # who has no requests may still be about to run the step that brought the last answer
+        until_idle(group)  # a rank without requests may still run the step that brought the last answer
         stop_group(group)
         for each, answer in zip(asked, answers, strict=True):
             assert answer.token_ids == expected_answer(each, group[0].core.config)[0]

@@ -26,7 +26,7 @@ def tokens(value: int, num_tokens: int) -> list[int]:
 
 
 def lookups_of(engine: Harness, monkeypatch: pytest.MonkeyPatch) -> Counter[BlockHash]:
-    """Count the pool's lookups from now on, by the last hash of the chain: that of one prompt and no other."""
+    """Count the pool's lookups from now on, by the last hash of the chain, which identifies the prompt."""
     counts: Counter[BlockHash] = Counter()
     find = engine.scheduler.groups[0].pool.find_prefix
 
@@ -43,7 +43,7 @@ def lookups_of(engine: Harness, monkeypatch: pytest.MonkeyPatch) -> Counter[Bloc
 def test_each_admitted_request_is_looked_up_once(
     monkeypatch: pytest.MonkeyPatch, min_restored_tokens: int | None
 ) -> None:
-    """Over several steps: a long prompt, short ones beside it, one of a higher priority, a head that does not fit."""
+    """In several steps: a long prompt, short ones beside it, a higher priority, a first request that does not fit."""
     sizes = config(num_blocks=40, max_num_batched_tokens=32, max_model_len=96, max_num_seqs=8)
     engine = Harness(sizes, min_restored_tokens=min_restored_tokens)
     counts = lookups_of(engine, monkeypatch)

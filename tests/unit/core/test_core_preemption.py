@@ -1,4 +1,4 @@
-"""Requests that give way when blocks run out, and come back."""
+"""Requests that are preempted when blocks run out, and come back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .core_harness import BLOCK_SIZE, Harness, config, request
 
 class TestPreemption:
     def crowded(self, **changes: object) -> Harness:
-        """Room for 6 blocks; each of these requests will want 4."""
+        """Make an engine with 6 blocks, and requests that each need 4 in the end."""
         return Harness(config(num_blocks=6, **changes))
 
     def long_request(self, name: str, **changes: object) -> EngineRequest:

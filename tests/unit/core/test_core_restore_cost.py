@@ -1,4 +1,4 @@
-"""Blocks that are restored sooner than computed are restored, by times that were measured lately."""
+"""Blocks are restored if that is faster than computing them, by recently measured times."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .core_harness import BLOCK_SIZE, HandClock, Harness, config, request
 
 
 class TestPays:
-    """A prompt of 256 tokens, of which a tier has all full blocks but the last."""
+    """A prompt of 256 tokens; a tier has all its full blocks but the last."""
 
     LONG = [(7 * position + 3) % 50 for position in range(257)]
 
     def measured(
         self, monkeypatch: pytest.MonkeyPatch, *, compute_s: float, restore_s: float, num_on_disk: int = 0
     ) -> Harness:
-        """An engine that took so long for the prompt, each way."""
+        """Make an engine that measured these times for computing and for restoring the prompt."""
         clock = HandClock()
         sizes = config(num_blocks=600, max_num_batched_tokens=300, max_model_len=400)
         engine = Harness(sizes, min_restored_tokens=1, clock=clock)

@@ -1,4 +1,4 @@
-"""A row that had nothing to draw ends its request, which is told whether it asked for too much or the model failed."""
+"""A row without any token to draw ends its request, whose error blames the request or the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEAVES_SOME: dict[str, dict[str, Any]] = {
 
 
 def asked(**sampling: Any) -> EngineRequest:
-    """It goes on behind two outputs, and what the prompt ends with is no output."""
+    """Make a request that continues two output tokens; the prompt's end does not count as output."""
     return request("a", [1, 6], output_token_ids=[7, 8], max_tokens=4, **sampling)
 
 

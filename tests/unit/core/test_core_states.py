@@ -97,7 +97,7 @@ class TestHits:
         engine.run_to_the_end()
 
     def test_where_a_prefix_was_seen_before_a_checkpoint_is_kept_though_slots_are_full(self) -> None:
-        """Users of one system prompt, whose own parts are long: the third goes on where the prompt ends."""
+        """Users share a system prompt and add long parts: the third one begins where the system prompt ends."""
         system, own = LONG[:52], 43
         engine = engine_of(4, max_num_batched_tokens=96, max_model_len=96)
         for user in range(3):
@@ -133,7 +133,7 @@ class TestHits:
 
 
 def chat_hits(*, states: bool) -> float:
-    """The share of prompt tokens that come from the cache."""
+    """Return the share of prompt tokens that come from the cache."""
     groups = [CacheGroupConfig(num_blocks=4096)]
     if states:
         groups.append(CacheGroupConfig(num_blocks=64, checkpoint_tokens=CHECKPOINT_TOKENS))

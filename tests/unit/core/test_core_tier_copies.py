@@ -1,4 +1,4 @@
-"""Blocks go down to the tiers and come back: who may use them meanwhile, and what becomes of the requests."""
+"""Blocks are stored in tiers and restored: who may use them meanwhile, and the requests' outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_tiers(clock: Callable[[], float] = time.monotonic, *, min_tokens: int =
 
 
 def fill_tiers(engine: Harness) -> None:
-    """PROMPT was computed, its blocks are in the tiers, and the pool has lost them."""
+    """Compute PROMPT, store its blocks in tiers, and evict them from the pool."""
     assert engine.tiers is not None
     engine.add(request("first", PROMPT, max_tokens=1))
     engine.run()
@@ -216,7 +216,7 @@ class TestUp:
         engine.run_to_the_end()
 
     def test_a_request_that_was_handed_over_once_is_not_fetched_again_where_tiers_take_too_long(self) -> None:
-        """Its holder has let go of the blocks: the request would be lost that can be computed."""
+        """The prefill engine has freed the blocks: fetching would lose the request, which can still be computed."""
         clock = HandClock()
         engine = with_tiers(clock, num_blocks=160)
         fill_tiers(engine)
@@ -285,7 +285,7 @@ class TestUp:
         engine.step()
         engine.add(request("another", 9, max_tokens=2))
         engine.run()
-        engine.tiers.finish_store(min(engine.tiers.stores))  # the tiers answer again, but for the one that hangs
+        engine.tiers.finish_store(min(engine.tiers.stores))  # the tiers answer again, except for the store that hangs
         engine.step()
         engine.add(request("later", other, max_tokens=2))
         engine.run()

@@ -1,4 +1,4 @@
-"""Engines of several cache groups with tiers: how deep a restore goes, what it moves, and what a failure costs."""
+"""Engines of several cache groups with tiers: how much is restored and copied, and the cost of a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL_KINDS = config(groups=[(40, None), (24, WINDOW)], states=[(8, EVERY)])
 
 
 def engine_of(sizes: EngineCoreConfig, prompt: list[int] = PROMPT) -> Harness:
-    """The prompt was computed, what it left is in the tiers, and the pools have lost it."""
+    """Compute the prompt, store its blocks and states in tiers, and evict them from the pools."""
     engine = Harness(sizes, min_restored_tokens=1)
     engine.add(request("first", prompt, max_tokens=1))
     settle(engine)
@@ -29,7 +29,7 @@ def engine_of(sizes: EngineCoreConfig, prompt: list[int] = PROMPT) -> Harness:
 
 
 def settle(engine: Harness) -> None:
-    """All that can be stored is stored."""
+    """Finish all stores, and those that follow."""
     assert engine.tiers is not None
     engine.run()
     while engine.tiers.stores:
@@ -48,7 +48,7 @@ def names(group: int, *blocks: int) -> list[bytes]:
 
 
 def restored(engine: Harness) -> list[bytes]:
-    """Return what the only restore brings."""
+    """Return the names of the entries that the only restore brings."""
     assert engine.tiers is not None
     (copy,) = engine.tiers.restores.values()
     return copy.names

@@ -1,4 +1,4 @@
-"""The KV cache passes from one engine to another, or does not: what becomes of the request and of its blocks."""
+"""Transfers of KV between engines that succeed or fail, and the fate of the request and its blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .core_memory import expected_answer, kv_of
 
 
 def arriving(request_id: str, prompt: list[int], first: int = 3, **changes: object) -> EngineRequest:
-    """A request after its hand-off: the prompt's KV is elsewhere, one token is drawn."""
+    """Return a request as it is after its hand-off: its KV is on another engine, one token is drawn."""
     source = KVSource(ticket_for(prompt), len(prompt))
     return request(request_id, prompt, output_token_ids=[first], kv_source=source, **changes)
 
@@ -57,7 +57,7 @@ class TestPrefillSide:
 
     @pytest.mark.parametrize("offers_early", [False, True], ids=["read", "growing"])
     def test_an_abort_of_an_older_attempt_withdraws_nothing_that_is_on_offer_anew(self, offers_early: bool) -> None:
-        """Neither before the newer one has ended nor behind it: who gave the older up may say so late."""
+        """Neither before nor after the newer attempt has ended: an abort of the older one may come late."""
         engine = Harness(config(max_num_batched_tokens=8), offers_early=offers_early)
         engine.add(request("a", 20, keep_kv=True, max_tokens=8, generation=2))
         engine.step()
@@ -306,7 +306,7 @@ class TestDecodeSide:
         engine.step()
         late, early = arriving("late", [5] * 6, arrival_s=9.0), arriving("early", [6] * 6, arrival_s=1.0)
         urgent = arriving("urgent", [7] * 6, arrival_s=10.0, priority=-1)
-        engine.add_during_prefill(msgspec.structs.replace(early, output_token_ids=[]), 3)  # its token comes last
+        engine.add_during_prefill(msgspec.structs.replace(early, output_token_ids=[]), 3)  # its first token comes last
         engine.add(late, urgent)
         engine.step()
         for transfer_id in sorted(engine.connector.pulls):
@@ -315,7 +315,7 @@ class TestDecodeSide:
         engine.begin("early")
         assert len(engine.scheduler.loading.ready) == 3
         order: list[str] = []
-        while len(order) < 3:  # rows come free one by one
+        while len(order) < 3:  # rows become free one by one
             engine.step()
             running = [each.request_id for each in engine.scheduler.running]
             order += [name for name in ("late", "early", "urgent") if name in running and name not in order]

@@ -1,4 +1,4 @@
-"""The count of prompt tokens that wait to be computed, by which queues are limited and routers choose."""
+"""The count of prompt tokens that wait to be computed, which limits queues and guides routers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def waiting(harness: Harness) -> int:
 
 
 def behind(prefix: list[int], own: int) -> list[int]:
-    """A prompt that goes on in a way of its own behind `prefix`."""
+    """Return a prompt that continues `prefix` with tokens of its own."""
     return [*prefix, *([own] * 5)]
 
 
@@ -76,7 +76,7 @@ def test_those_behind_the_one_that_reads_a_shared_prefix_get_shorter_with_it() -
     for _ in range(4):
         seen.append(waiting(harness))
         harness.step()
-    # The second counts the blocks that the first has not read yet, too: it might be the one to read them.
+    # The second request also counts blocks that the first has not computed yet: the second might have to.
     assert seen == [22, 13 + 13, 9 + 9, 5 + 5]
 
 

@@ -1,4 +1,4 @@
-"""Times of work are learnt from what it took."""
+"""Times of work are estimated from measurements."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_no_time_is_negative_and_memory_is_bounded(measured: list[tuple[int, flo
 
 
 def steps(meter: StepMeter, *sizes: tuple[int, int], depth: int = 1, began: float = 0.0) -> float:
-    """Runs steps of 10 ms, and 1 ms for each token or request, one after the other. Returns the end of the last."""
+    """Meter steps of 10 ms, plus 1 ms for each token or request, one after the other; return the last one's end."""
     for number, (tokens, decodes) in enumerate(sizes):
         meter.planned(number, began if depth == 1 else began - 0.005)
         began += 0.01 + 0.001 * (tokens + decodes)
@@ -134,7 +134,7 @@ def test_what_one_more_request_adds_is_not_known_where_all_batches_had_one_size(
 
 
 def test_one_slow_prompt_says_nothing_of_an_engine_that_has_read_no_other() -> None:
-    """Routers would leave the engine alone, and it could not show that it is faster."""
+    """Routers would avoid the engine, and it could never show that it is faster."""
     meter = StepMeter()
     end = steps(meter, (128, 0), (128, 0))
     assert meter.times().prefill is None

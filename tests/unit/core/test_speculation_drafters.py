@@ -1,4 +1,4 @@
-"""Drafters against a search that looks everywhere."""
+"""Drafters, compared with an exhaustive search."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def runs(text: Sequence[int], tail: Sequence[int], most: int) -> dict[int, int]:
 
 
 def continued(text: Sequence[int], place: int, most: int) -> list[int]:
-    """Return what follows a place, where the text goes on behind its end as from the place on."""
+    """Return the tokens after a place; beyond the end, the text repeats from the place on."""
     longer = list(text)
     while len(longer) < place + most:
         longer.append(longer[len(longer) - len(text) + place])

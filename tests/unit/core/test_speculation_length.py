@@ -1,4 +1,4 @@
-"""The number of drafts follows what was accepted and what steps took; it never costs more than 3 % of the time."""
+"""The number of drafts follows acceptance and step times; drafting never costs more than 3 % of the time."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def ready(num_requests: int = 1, seconds: float = 0.01, most: int = 4) -> DraftL
 def run(
     policy: DraftLengths, *, accepted: float, steps: int, added_s: float = 0.0, sits_out: bool = False
 ) -> list[int]:
-    """Let one request run alone, and return its drafts of each step."""
+    """Let one request run alone, and return the number of its drafts in each step."""
     given = []
     for _ in range(steps):
         limit = policy.begin_step(1)

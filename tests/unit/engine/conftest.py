@@ -1,4 +1,4 @@
-"""A tiny Qwen3 of random weights with a tokenizer of single bytes, and engines of it."""
+"""A tiny Qwen3 with random weights, a tokenizer of single bytes, and engines of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3: 3 layers, vocabulary of 256 (one token a byte), positions to 256, float32, token 2 ends a sequence."""
+    """Write a Qwen3: 3 layers, 256 tokens (the bytes), 256 positions, float32; token 2 ends a sequence."""
     folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "qwen3", "qwen3")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_llm(checkpoint: Path) -> Callable[..., LLM]:
-    """An `LLM` of the tiny checkpoint; arguments replace the small defaults."""
+    """Return a function that makes an `LLM` of the tiny checkpoint; its arguments override the small defaults."""
 
     def make(**engine_args: Any) -> LLM:
         small = {"skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 256}
@@ -47,11 +47,11 @@ def make_llm(checkpoint: Path) -> Callable[..., LLM]:
 
 @pytest.fixture(scope="session")
 def llm(make_llm: Callable[..., LLM]) -> LLM:
-    """The reference: whole prompts, no prefix cache, room for all, one step at a time, no text."""
+    """Make the reference `LLM`: whole prompts, no prefix cache, blocks for all, one step at a time, no text."""
     return make_llm(enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="session")
 def text_llm(make_llm: Callable[..., LLM]) -> LLM:
-    """One that reads and writes text."""
+    """Make an `LLM` that reads and writes text."""
     return make_llm(skip_tokenizer_init=False)

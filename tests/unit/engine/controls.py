@@ -1,4 +1,4 @@
-"""Comparisons of answers: prompts of random tokens, requests that are greedy or have every control of sampling."""
+"""Comparisons of answers: prompts of random tokens, and requests that are greedy or use every sampling control."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERYTHING = SamplingParams(
     logprobs=3,
 )
 
-WAYS: dict[str, dict[str, object]] = {  # of serving a batch: arguments of its engine
+WAYS: dict[str, dict[str, object]] = {  # ways to serve a batch: arguments of the engine
     "batched": {},
     "chunked": {"max_num_batched_tokens": 16},
     "two in flight": {"async_scheduling": True},
@@ -42,7 +42,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 def own_seeds(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """One for each of `count` prompts, so that no two draw alike."""
+    """Return a seed for each of `count` prompts, so that no two draw alike."""
     if params.seed is None:
         return [params] * count
     return [msgspec.structs.replace(params, seed=params.seed + i) for i in range(count)]
@@ -52,7 +52,7 @@ ROUNDING = 0.05  # of a logprob, in bfloat16
 
 
 def differences(one: CompletionOutput, other: CompletionOutput) -> list[float]:
-    """Return how far the logprobs of two answers are apart, as far as their tokens are the same."""
+    """Return how far the logprobs of two answers differ, up to the first token that differs."""
     assert one.logprobs is not None
     assert other.logprobs is not None
     pairs = enumerate(zip(one.token_ids, other.token_ids, strict=True))
@@ -62,9 +62,7 @@ def differences(one: CompletionOutput, other: CompletionOutput) -> list[float]:
 
 
 def agreed(one: CompletionOutput, other: CompletionOutput) -> int:
-    """Return how many tokens of two answers are the same from the first one on; as far as that, so are their
-    logprobs.
-    """
+    """Return the number of leading tokens that two answers share, with equal logprobs."""
     apart = differences(one, other)
     assert max(apart, default=0.0) <= ROUNDING
     return len(apart)

@@ -1,4 +1,4 @@
-"""`KVConnector`s between engines of one process: a transfer is a memmove from region to region."""
+"""`KVConnector`s between engines of one process: a transfer is a memmove between their memories."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Ticket(msgspec.Struct):
 
 @dataclass
 class Room:
-    """The engines from which blocks can be copied."""
+    """The engines between which blocks can be copied."""
 
     peers: list[CopyConnector] = field(default_factory=list)
 
     def connect(self, region: CacheRegion) -> CopyConnector:
-        """Return a connector, as `build_engine` asks for one."""
+        """Return a connector; a factory for `build_engine`."""
         self.peers.append(CopyConnector(self, len(self.peers), region))
         return self.peers[-1]
 
 
 class CopyConnector:
-    """Receives at once; `bytes_moved` counts what arrived here."""
+    """A connector that receives at once; `bytes_moved` counts the bytes received here."""
 
     def __init__(self, room: Room, name: int, region: CacheRegion) -> None:
         self.room, self.name, self.region = room, name, region
@@ -82,11 +82,11 @@ class CopyConnector:
         self.bytes_moved += size
 
     def skips(self, region: CacheRegion, block: int) -> bool:
-        """Return whether a block is left as it is, for tests of what that would do."""
+        """Return whether a block is not copied, for tests of the consequences."""
         return False
 
     def cancel(self, transfer_id: TransferId) -> None:
-        """Nothing to give up: a receive is over when it returns."""
+        """Do nothing: a receive is complete when it returns."""
 
     def poll(self) -> list[ConnectorEvent]:
         events, self.events = self.events, []
@@ -98,7 +98,7 @@ class CopyConnector:
 
 
 class GrowingRoom(Room):
-    """Prompts are on offer while they are computed."""
+    """Engines that offer prompts while they compute them."""
 
     def connect(self, region: CacheRegion) -> CopyConnector:
         self.peers.append(GrowingCopyConnector(self, len(self.peers), region))
@@ -106,7 +106,10 @@ class GrowingRoom(Room):
 
 
 class GrowingCopyConnector(CopyConnector, GrowingConnector):
-    """Offers early; what is read is what the offer has at its end, and a block that is written stays what it is."""
+    """A connector with early offers.
+
+    Readers get the content that the offer has at its end; a written block must not change.
+    """
 
     offers_early = True
 
@@ -132,7 +135,7 @@ class GrowingCopyConnector(CopyConnector, GrowingConnector):
 
 
 def place_of(region: CacheRegion, block: int) -> tuple[int, int]:
-    """Address and bytes of a block, by its number in all arenas."""
+    """Return the address and size in bytes of a block, by its number across all arenas."""
     for arena, first in zip(region.arenas, region.first_blocks, strict=True):
         if block - first < arena.num_blocks:
             return arena.address + (block - first) * arena.block_bytes, arena.block_bytes

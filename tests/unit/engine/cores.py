@@ -1,4 +1,4 @@
-"""Engine cores over a runner of either kind of device, without start-up: what they answer to requests."""
+"""Engine cores over either backend's runner, without start-up, and their answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .narrow_grammars import NarrowGrammars
 
 
 class Engines:
-    """Engines of one tiny model whose blocks start as NaN: reading one too many shows."""
+    """Engines of one tiny model. Their blocks start as NaN, so that reading an unwritten one changes the answer."""
 
     def __init__(self, config: ModelConfig, limits: StepLimits) -> None:
         self.config = config

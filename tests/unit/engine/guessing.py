@@ -1,4 +1,4 @@
-"""Engines whose requests always have as many drafts as they may, which something on the device guesses."""
+"""Engines whose requests always get as many drafts as allowed, made by a drafter on the device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMITS = StepLimits(
 
 
 def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines that are built from now on give requests as many drafts as they may have."""
+    """Make engines that are built from now on give requests as many drafts as allowed."""
 
     def drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
         if config is None:
@@ -53,7 +53,7 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[Any]:
-    """Return the tokens and the end of each answer, of which each has a seed of its own."""
+    """Return the tokens and the finish reason of each answer; each request has a seed of its own."""
     outputs = llm.generate(prompts, own_seeds(params, len(prompts)), use_tqdm=False)
     return [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs]
 
@@ -72,7 +72,7 @@ def check_answers(
     *,
     preempts: bool = False,
 ) -> SpeculationStats:
-    """Check that an engine with drafts answers as `expected`, and gives all blocks back; return its statistics."""
+    """Check that an engine with drafts answers as `expected` and frees all blocks; return its statistics."""
     for _ in range(2):  # the second time, prompts are cached
         assert answers(drafting, prompts, params) == expected
     core, stats = drafting.engine.core, stats_of(drafting)
@@ -86,7 +86,7 @@ def check_answers(
 def check_same_answers(
     plain: LLM, make: Callable[..., LLM], prompts: Sequence[list[int]], params: SamplingParams, **args: Any
 ) -> SpeculationStats:
-    """Check that an engine that is made with `args`, among them those of drafts, answers as `plain`, without any."""
+    """Check that an engine made with `args`, which enable drafts, answers as the engine `plain` without drafts."""
     expected = answers(plain, prompts, params)
     return check_answers(make(**args), prompts, params, expected, preempts="num_gpu_blocks_override" in args)
 
@@ -97,9 +97,10 @@ def check_guesses(
     params: SamplingParams,
     expected_accepted: Callable[[list[int], int, SamplingParams], list[int]],
 ) -> list[int]:
-    """Check and return how many guesses were right, by position in their step, of one request after another.
+    """Run requests one by one, and check and return how many drafts were right, by position in their step.
 
-    `expected_accepted` says it of one request: of its prompt with its answer, the prompt's length, and its parameters.
+    `expected_accepted` returns the right numbers for one request, given prompt and answer, the prompt's length, and its
+    parameters.
     """
     found = []
     for prompt, own in zip(prompts, own_seeds(params, len(prompts)), strict=True):
@@ -113,9 +114,9 @@ def check_guesses(
 def check_handed_over(
     plain: LLM, args: dict[str, Any], prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[SpeculationStats, SpeculationStats]:
-    """Check that two engines, with drafts, of which one hands requests to the other, answer as one without.
+    """Check that a prefill and a decode engine, both with drafts, answer as one engine without drafts.
 
-    Return the statistics of the one that reads prompts, and of the one that writes answers.
+    Return the statistics of the prefill and of the decode engine.
     """
     room = Room()
     prefill, decode = (build_engine(EngineConfig.from_args(args), room.connect).core for _ in range(2))
@@ -144,9 +145,9 @@ def check_both_backends(
     depth: int = 2,
     have_grammars: bool = False,
 ) -> EngineStats:
-    """Serve prompts by steps of a CPU and by those of a GPU, on a CPU: answers and what was guessed are the same.
+    """Serve prompts on a CPU by CPU steps and by GPU steps: answers and accepted drafts are the same.
 
-    Every other request has a grammar, if asked for: the host guesses for these.
+    With grammars, every other request has one: the host drafts for these.
     """
     requests = requests_of(prompts, HOT)
     if have_grammars:
@@ -174,9 +175,9 @@ def check_both_backends(
 
 
 def check_edited_draws(engines: Engines, prompts: Sequence[list[int]], depth: int) -> SpeculationStats:
-    """Serve requests whose logits are edited by steps of a GPU, on a CPU: answers are those without drafts.
+    """Serve requests with edited logits by GPU steps on a CPU: answers are those without drafts.
 
-    What a drafter on the device counts as read is never more than what is computed, whichever draws were kept.
+    The device drafter's count of read tokens never exceeds the computed ones, whichever draws were kept.
     """
     requests = requests_of(prompts, msgspec.structs.replace(EVERYTHING, max_tokens=40))
     plain = engines.core(engines.runner(CpuBackend(CpuShapes(LIMITS)), 64), 64, depth=1)

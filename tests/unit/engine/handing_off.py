@@ -1,4 +1,4 @@
-"""Runs requests through engine cores: on one, or the prompts on one and the rest on another."""
+"""Run requests through engine cores: all on one, or the prompts on one and the decodes on another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.engine.core.messages import EngineOutput, EngineRequest, FinishReason
 
 
 def run(core: EngineCore, requests: Sequence[EngineRequest]) -> dict[str, list[EngineOutput]]:
-    """All outputs of each request, in order."""
+    """Return all outputs of each request, in order."""
     outputs: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
     for request in requests:
         core.add(request)
@@ -22,7 +22,7 @@ def run(core: EngineCore, requests: Sequence[EngineRequest]) -> dict[str, list[E
 
 
 def hand_off(prefill: EngineCore, decode: EngineCore, requests: Sequence[EngineRequest]) -> list[list[int]]:
-    """Runs the prompts on one engine, the rest on the other; the tokens of both."""
+    """Run the prompts on one engine and the decodes on the other; return the tokens of both."""
     first = run(prefill, [msgspec.structs.replace(request, keep_kv=True) for request in requests])
     tokens = {request_id: [token for step in steps for token in step.token_ids] for request_id, steps in first.items()}
     moved = [

@@ -1,4 +1,4 @@
-"""Grammars of token ids, for models of 256 tokens without a text: a dozen tokens may follow, others after each."""
+"""Grammars of token ids, for models of 256 tokens without text: twelve tokens may follow, drawn from those before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EOS = 2
 
 
 def allowed_after(tokens: Sequence[int]) -> set[int]:
-    """Any token first, then twelve; the end from the tenth on, and nothing else in the end."""
+    """Return the tokens that may follow: any at first, then twelve, after ten also the end, and at last only that."""
     if not tokens:
         return set(range(256))
     allowed = set(random.Random(str(list(tokens))).sample(range(3, 256), 12))
@@ -64,7 +64,7 @@ def with_grammars(requests: list[EngineRequest]) -> list[EngineRequest]:
     """Give every other request a grammar."""
     replace = msgspec.structs.replace
     grammar = {"structured_outputs": StructuredOutputsParams(regex="x"), "min_tokens": 0, "ignore_eos": False}
-    grammar |= {"allowed_token_ids": None, "bad_words_token_ids": [], "stop_token_ids": []}  # they could exclude all
+    grammar |= {"allowed_token_ids": None, "bad_words_token_ids": [], "stop_token_ids": []}  # could exclude all
     return [
         replace(each, sampling=replace(each.sampling, **grammar)) if i % 2 else each for i, each in enumerate(requests)
     ]

@@ -1,4 +1,4 @@
-"""Random lives of engines: requests of every kind come, and some are aborted, until nothing is left to do."""
+"""Random workloads: requests of every kind arrive, and some are aborted, until the engine is idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of tests with several caches: small limits, backends of both kinds without a device, warm-up, answers."""
+"""Helpers for tests with several caches: small limits, both backends without a GPU, warm-up, answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def backend_of(kind: str, *, captured_tokens: int) -> Backend:
 def hybrid_config(
     model: ModelConfig, limits: StepLimits, num_blocks: int, num_slots: int, checkpoint_tokens: int, **changes: Any
 ) -> EngineCoreConfig:
-    """Describe the engine of a model with one group of keys and values, and one of states."""
+    """Return the config of an engine whose model has one group with KV blocks, and one with states."""
     return EngineCoreConfig(
         num_blocks=num_blocks + num_slots,
         cache_groups=[
@@ -53,7 +53,7 @@ def hybrid_config(
 
 
 def warmed_up_arenas(config: ModelConfig, kind: str, *, captured_tokens: int) -> list[Tensor]:
-    """Return the arenas, which were zero, of an engine behind its warm-up."""
+    """Return the arenas of an engine after its warm-up; they were zero before."""
     model = load_model(config)
     arenas = [allocate_kv(group.blocks, 4).zero_() for group in config.caches.groups]
 
@@ -69,7 +69,7 @@ def warmed_up_arenas(config: ModelConfig, kind: str, *, captured_tokens: int) ->
 
 
 def answers(core: EngineCore, seed: int) -> dict[str, tuple[list[int], object]]:
-    """Return the tokens and the end of each of many random requests."""
+    """Return the tokens and the finish reason of each of many random requests."""
     tokens: dict[str, list[int]] = {}
     ends: dict[str, object] = {}
     for request in random_requests(random.Random(seed), 14):

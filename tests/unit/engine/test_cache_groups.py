@@ -31,8 +31,8 @@ VARIANTS = {
     "gpt_oss": "gpt_oss",
     "gemma3": "gemma3_text",
     "mistral": "mistral",  # all layers are windowed
-    "mimo_v2_flash": "mimo_v2_flash",  # heads by window, keys wider than values
-    "gemma4": "gemma4_text",  # heads by window, the last layers read keys and values of others
+    "mimo_v2_flash": "mimo_v2_flash",  # windowed layers have other heads, keys are wider than values
+    "gemma4": "gemma4_text",  # windowed layers have other heads, the last layers read other layers' KV
 }
 
 
@@ -53,7 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def engine_of(config: ModelConfig, num_blocks: int, kind: str = "cpu", *, captured: bool = False) -> EngineCore:
-    """An engine with so many blocks in each arena, which start full of a number that shows where it has any weight."""
+    """Make an engine with so many blocks in each arena, filled with a number that shows if it has any weight."""
     groups = config.caches.groups
     arenas = [allocate_kv(group.blocks, num_blocks).fill_(1000.0) for group in groups]
     runner = ModelRunner(

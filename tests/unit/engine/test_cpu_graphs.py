@@ -39,7 +39,7 @@ PARAMS = [
     SamplingParams(max_tokens=4 + 5 * i, temperature=0.0 if i % 2 else 1.0, seed=i, ignore_eos=True, logprobs=i % 3)
     for i in range(6)
 ]
-IN_PANELS = pack(torch.zeros(32, 32, dtype=torch.bfloat16)).in_panels  # else products are torch's, and nothing recorded
+IN_PANELS = pack(torch.zeros(32, 32, dtype=torch.bfloat16)).in_panels  # else torch multiplies: not recordable
 
 Answer = tuple[list[int], list[list[float]]]  # tokens, log probabilities
 
@@ -54,7 +54,7 @@ def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Answer]:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return how many tokens and sequences each step had that a CPU graph served."""
+    """Return a list that gets the tokens and sequences of each step that a CPU graph serves."""
     made: list[tuple[int, int]] = []
     replayed: list[CpuGraph] = []
     replay, launch = CpuGraph.replay, ModelRunner.launch
@@ -87,7 +87,7 @@ def test_batches_that_shrink_and_grow_give_the_answers_of_steps_without_graphs(
     expected = without_graphs(make_llm, monkeypatch)
     llm = make_llm(dtype="bfloat16")
     served.clear()
-    monkeypatch.setattr(cpu, "record", None)  # a request records nothing
+    monkeypatch.setattr(cpu, "record", None)  # no request may record a graph
     assert answers(llm) == expected
     assert answers(llm) == expected
     if IN_PANELS:
@@ -112,7 +112,7 @@ def test_chunks_of_prompts_beside_decodes_give_the_answers_of_steps_without_grap
 def test_a_step_that_wants_more_tokens_than_sequences_can_draw_runs_through_python(
     make_llm: Callable[..., LLM], served: list[tuple[int, int]]
 ) -> None:
-    """As one with prompt log probabilities; its neighbours' answers stay what they are."""
+    """For example one with prompt logprobs; the answers of other requests in it do not change."""
     llm = make_llm(dtype="bfloat16", enable_prefix_caching=False)
     expected = answers(llm)
     assert not IN_PANELS or any(tokens > seqs for tokens, seqs in served)
@@ -127,7 +127,7 @@ def test_a_step_that_wants_more_tokens_than_sequences_can_draw_runs_through_pyth
 def test_sizes_that_cannot_be_recorded_go_on_without_graphs(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, served: list[tuple[int, int]]
 ) -> None:
-    """As those of more sequences than an MLP takes at once, whose slices are put together by torch."""
+    """For example steps of more sequences than an MLP takes at once: torch joins the slices."""
     expected = answers(make_llm(dtype="bfloat16"))
     served.clear()
     monkeypatch.setattr(mlp, "CPU_SLICE", 3)
@@ -192,7 +192,7 @@ LAYOUT = KVLayout(model="native", num_layers=1, num_kv_heads=HEADS, head_dim=DIM
 
 
 class NativeModel:
-    """One layer of attention between an embedding and a norm: native calls alone, which every machine can record."""
+    """One layer of attention between an embedding and a norm: native calls only, which every machine can record."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -223,7 +223,7 @@ class NativeModel:
 
 
 def native_core(num_blocks: int, *, captured: bool) -> tuple[EngineCore, ModelRunner]:
-    """An engine of the native model. Its blocks start as NaN: reading one too many shows."""
+    """Make an engine of the native model. Its blocks start as NaN, so that reading an unwritten one shows."""
     kv = allocate_kv(LAYOUT, num_blocks).fill_(float("nan"))
     runner = ModelRunner(NativeModel(), [kv], CpuBackend(CpuShapes(LIMITS)), LIMITS, VOCAB_SIZE)
     if captured:

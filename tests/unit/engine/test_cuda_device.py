@@ -1,4 +1,4 @@
-"""The engine on a GPU: whichever way a token comes about, it is the same one, and the CPU stays out of the step."""
+"""The engine on a GPU: every way to compute a token gives the same token, without the CPU in the step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ TRUNCATED: dict[str, Any] = {"temperature": 1.5, "top_k": 200, "top_p": 0.95, "m
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., LLM]]:
-    """Engines of a small model with dummy weights, each gone when the next one comes."""
+    """Return a function that makes engines of a small model with dummy weights, and closes the one before."""
     made: list[LLM] = []
 
     def build(folder: Path, config: dict[str, Any] = CONFIG, **args: Any) -> LLM:
@@ -126,8 +126,10 @@ LENS = [5, 700, 64, 1, 300, 17, 16, 90, 1200, 33, 250, 8]
 def test_one_step_in_flight_or_two_captured_or_not_the_tokens_are_the_same(
     make: Callable[..., LLM], tmp_path: Path, controls: dict[str, Any], config: dict[str, Any]
 ) -> None:
-    """Steps are cut in the same way, so that only padding differs; sums of padded products may differ in a last bit,
-    and from a draw that hung by it, the answers."""
+    """Steps are cut in the same way, so that only padding differs.
+
+    Padded products may differ in a last bit, which can change a draw, and with it the answer.
+    """
     expected = answers(make(tmp_path, config), LENS, logprobs=0, **controls)
     in_turns = answers(make(tmp_path, config, async_scheduling=False), LENS, logprobs=0, **controls)
     assert [answer.token_ids for answer in in_turns] == [answer.token_ids for answer in expected]
@@ -145,7 +147,7 @@ def test_drafts_change_nothing_but_the_steps(
     controls: dict[str, Any],
     errors: float,
 ) -> None:
-    """As above: kernels for other numbers of tokens add up in another order."""
+    """Answers may differ as above: kernels for other numbers of tokens add up in another order."""
     expected = answers(make(tmp_path), LENS, logprobs=0, **controls)
     whole = {
         tuple(prompt): [*prompt, *answer.token_ids] for prompt, answer in zip(prompts_of(LENS), expected, strict=True)
@@ -188,7 +190,7 @@ def test_grammars_hold_and_change_nobody_elses_tokens(
     expected = [answer.outputs[0].token_ids for answer in llm.generate(prompts, free, use_tqdm=False)]
     answers = llm.generate(prompts * 2, [free] * len(prompts) + [fitting] * len(prompts), use_tqdm=False)
     free_answers = [answer.outputs[0].token_ids for answer in answers[: len(prompts)]]
-    # Other batches, so other sums of products: a last bit may differ.
+    # Other batches add up in another order: a last bit may differ.
     assert sum(a == b for a, b in zip(free_answers, expected, strict=True)) >= len(prompts) - 2
     for answer in answers[len(prompts) :]:
         assert re.fullmatch(asked.regex or "", answer.outputs[0].text), answer.outputs[0].text
@@ -206,7 +208,7 @@ def test_a_steady_decode_step_is_one_replay_and_writes_nothing(
     tokens(llm, [16, 16, 16], max_tokens=2)
     writes, eager = runner.writes.num_flushes, runner.captured.num_eager
     tokens(llm, [16, 16, 16], max_tokens=100)
-    # The prompts, the first decode, seven times a block for each row, and the rows that leave.
+    # The prompts, the first decode, each row's seven new blocks, and the rows that leave.
     assert runner.writes.num_flushes - writes <= 12
     assert runner.captured.num_eager == eager
 

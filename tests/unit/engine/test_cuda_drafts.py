@@ -1,6 +1,6 @@
-"""Steps with drafts as a GPU runs them, on a CPU that does each thing at once: answers are those without drafts.
+"""Steps with drafts as a GPU runs them, emulated on a CPU: answers are those without drafts.
 
-Drafts are made by one who knows the answers, and errs in a share of them.
+The drafter knows the answers, and errs in a given share of drafts.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_answers_are_those_of_an_engine_without_drafts(
     run = shapes_run(runner, monkeypatch)
     core = engines.core(runner, num_blocks, depth, drafting)
     answers = answers_of(core, requests)
-    if kind == "grammars" and errors < 1:  # of wrong guesses nearly none fits
+    if kind == "grammars" and errors < 1:  # hardly any wrong draft fits a grammar
         of_grammars = [output for number in range(1, 14, 2) for output in answers[str(number)]]
         assert any(output.drafts and output.drafts.num_accepted_tokens for output in of_grammars)
     for request_id, outputs in answers.items():
@@ -104,7 +104,7 @@ def test_answers_are_those_of_an_engine_without_drafts(
 
 
 def requests_of_kind(kind: str) -> list[EngineRequest]:
-    """Return requests of all sorts, of which every second has a grammar or none, or requests with every control."""
+    """Return requests of all sorts: every second with a grammar, or none, or all with every sampling control."""
     if kind == "everything":
         return requests_of(prompts_of(*range(1, 90, 7)), msgspec.structs.replace(EVERYTHING, max_tokens=40))
     requests = random_requests(random.Random(5), 14)
@@ -142,7 +142,10 @@ PLANS = {
 def test_ranks_that_run_a_step_together_agree_about_its_rows(
     engines: Engines, kinds: tuple[str, str], max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All replay one size, or each runs its own and knows those of the others. Up to `max_tokens` are captured."""
+    """All replay the same captured size, or each runs its own size and knows the others'.
+
+    Up to `max_tokens` are captured.
+    """
     plans = [PLANS[kind] for kind in kinds]
     if PLANS["scored"] in plans:
         scored = msgspec.structs.replace(PROMPT, sampling=SamplingParams(prompt_logprobs=1))

@@ -1,6 +1,7 @@
-"""The runner of a GPU, on a CPU that does each thing at once: what it gives is what the runner of a CPU gives.
+"""The GPU runner, emulated on a CPU, gives the results of the CPU runner.
 
-Padding, sizes, tables, staged writes, draws and pages are the same on every device; streams and graphs are not here.
+Padding, sizes, tables, staged writes, draws and pages are the same on every device; streams and graphs are not tested
+here.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LIMITS = StepLimits(MAX_NUM_SEQS, MAX_TOKENS, MODEL_LEN)
 
 
 class Workshop:
-    """Runners of one tiny model, each with blocks of its own that start as NaN: reading one too many shows."""
+    """Runners of one tiny model. Each one's blocks start as NaN, so that reading an unwritten one shows."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.config = load_config(checkpoint, dtype="float32")
@@ -62,7 +63,7 @@ class Workshop:
         return ModelRunner(self.model, [self.kv(num_blocks)], backend, LIMITS, self.config.vocab_size)
 
     def device_runner(self, num_blocks: int = 64, *, max_captured_tokens: int = 32) -> ModelRunner:
-        """One that has "captured" decodes and mixes of up to `max_captured_tokens` tokens; None: nothing at all."""
+        """Make a runner that has "captured" decodes and mixed steps up to so many tokens, or nothing if None."""
         shapes = CudaShapes(LIMITS, max_tokens=max_captured_tokens)
         backend = CudaBackend(InlineStream(), shapes, torch.float32)
         return ModelRunner(self.model, [self.kv(num_blocks)], backend, LIMITS, self.config.vocab_size)
@@ -142,7 +143,7 @@ def test_masked_draws_are_those_of_an_engine_on_a_cpu(workshop: Workshop, seed: 
 
 
 def decoding(core: EngineCore, count: int, prompt_len: int, max_tokens: int = 100) -> None:
-    """Brings `count` requests to where each has had its first token."""
+    """Step until `count` requests have their first token."""
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
     for i in range(count):
         core.add(EngineRequest(request_id=str(i), prompt_token_ids=[i + 3] * prompt_len, sampling=params, seed=i))
@@ -349,7 +350,7 @@ def cuda_step(runner: ModelRunner) -> CudaStep:
 
 
 def test_a_runner_is_gone_when_nobody_has_it(workshop: Workshop) -> None:
-    """Memory is measured right after a profile run, so what that held must not wait for the garbage collector."""
+    """Memory is measured right after a profile run, whose memory must not wait for the garbage collector."""
     gc.disable()
     try:
         runner = workshop.device_runner()

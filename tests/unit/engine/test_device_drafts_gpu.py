@@ -1,5 +1,6 @@
-"""Draft layers, a head, a second model on a GPU: answers are those without it, and guesses are right as often as those
-that a CPU makes.
+"""Draft layers, EAGLE-3 heads and draft models on a GPU.
+
+Answers are those without drafts, and as many drafts are right as on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ WIDE_HEAD = {
     "head_dim": 64,
     "draft_vocab_size": 192,
 }
-# Random numbers decide most draws, so about half of the guesses are right.
+# Random numbers decide most draws, so about half of the drafts are right.
 HOTTER = msgspec.structs.replace(HOT, temperature=4.0)
 TRUNCATED = msgspec.structs.replace(HOTTER, top_k=200, top_p=0.98, min_p=0.001)
 
@@ -81,7 +82,7 @@ DRAFTERS: dict[str, Callable[[Path], tuple[Path, dict[str, Any]]]] = {
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    """Engines, each gone when the next one comes."""
+    """Return a function that makes engines, and closes the one before."""
     draft_always(monkeypatch)
     made: list[LLM] = []
 

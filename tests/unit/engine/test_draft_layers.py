@@ -1,5 +1,6 @@
-"""A draft layer of the model guesses, at the end of each step: answers are those without it, and its guesses are those
-that the checkpoint's tensors give.
+"""The model's draft layer drafts at the end of each step.
+
+Answers are those without drafts, and its drafts are those that the checkpoint's tensors give.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with recurrent states, whose draft layer has attention."""
+    """Write a model with recurrent states, whose draft layer has attention."""
     return with_draft_layer(tmp_path_factory.mktemp("drafting") / "qwen3_next", "qwen3_next")
 
 
@@ -102,7 +103,7 @@ def test_guesses_are_those_that_the_layers_of_transformers_give(
 
 @pytest.mark.slow
 def test_a_layer_that_knows_the_model_is_always_right(make: Callable[..., LLM], folder: Path, tmp_path: Path) -> None:
-    """A model whose next token follows from the last one alone, and a draft layer that reads just that."""
+    """The model's next token depends on the last one only, and the draft layer computes the same function."""
     path, own = tmp_path / "known", num_layers_of("deepseek_v3")
     path.mkdir()
     for file in folder.iterdir():

@@ -1,4 +1,4 @@
-"""A second model guesses, at the end of each step: answers are those without it, and it guesses what it would draw."""
+"""A draft model drafts at the end of each step: answers are those without drafts, and drafts are what it would draw."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .guessing import (
     stats_of,
 )
 
-PROMPTS = prompts_of(1, 17, 33, 40, 56, 90)  # behind which a block has room for guesses
+PROMPTS = prompts_of(1, 17, 33, 40, 56, 90)  # leaving space for drafts in the last block
 KINDS = pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of another family with the same vocabulary: one layer, other heads, other weights."""
+    """Write a model of another family with the same vocabulary: one layer, other heads, other weights."""
     shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 48}
     return write_checkpoint(tmp_path_factory.mktemp("draft") / "llama", "llama", seed=3, **shape)
 
@@ -82,7 +82,7 @@ def test_guesses_are_what_the_draft_model_draws_by_itself(
     drafting = make(speculative_config=guessing(other), max_num_seqs=1)
 
     def expected_accepted(whole: list[int], num_prompt: int, own: SamplingParams) -> list[int]:
-        accepted, known = [0] * MOST, num_prompt  # the index of the newest token, which was drawn and not run
+        accepted, known = [0] * MOST, num_prompt  # index of the newest token, which was drawn and not run
         while known + 1 < len(whole):
             count = min(MOST, len(whole) - 2 - known)
             few = msgspec.structs.replace(own, max_tokens=max(1, count), logprobs=None)

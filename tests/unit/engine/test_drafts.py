@@ -1,6 +1,6 @@
-"""Speculation changes nothing but the number of steps: greedy, and drawn with every control switched on.
+"""Speculation changes the number of steps only, with greedy requests and with every sampling control.
 
-Drafts are made by one who knows the answers, and errs in a share of them; the reference has no drafts.
+The drafter knows the answers, and errs in a given share of drafts; the reference has no drafts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def errors(request: pytest.FixtureRequest) -> float:
 
 @pytest.fixture
 def drafts(errors: float, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
-    """Let engines that are built from now on have drafts of the answers that are put here by prompt."""
+    """Give engines that are built from now on a drafter that knows the answers registered here by prompt."""
     answers: dict[tuple[int, ...], list[int]] = {}
 
     def whole(_: str, prompt: Sequence[int]) -> list[int]:
@@ -54,7 +54,7 @@ def drafts(errors: float, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ..
 
 
 def undisturbed(llm: LLM, drafts: dict[tuple[int, ...], list[int]], params: SamplingParams) -> list[Any]:
-    """Return the answers of an engine without drafts, and let others guess from them."""
+    """Return the answers of an engine without drafts, and register them with the drafter."""
     outputs = [
         llm.generate(prompt, own, use_tqdm=False)[0].outputs[0]
         for prompt, own in zip(PROMPTS, own_seeds(params, len(PROMPTS)), strict=True)
@@ -64,7 +64,7 @@ def undisturbed(llm: LLM, drafts: dict[tuple[int, ...], list[int]], params: Samp
 
 
 def check(stats: SpeculationStats | None, errors: float) -> None:
-    """Drafts were checked, and as many accepted as were right."""
+    """Check that drafts were made, and that the right ones were accepted."""
     assert stats is not None
     assert stats.num_draft_tokens > 100
     if errors in (0.0, 1.0):
@@ -97,7 +97,7 @@ def test_answers_are_those_without_drafts(
 
 
 def close(ours: Any, theirs: Any) -> bool:
-    """Return whether log probabilities are of the same tokens, and equal but for the order of sums."""
+    """Return whether logprobs are of the same tokens, and equal except for the order of sums."""
     return len(ours) == len(theirs) and all(
         mine.keys() == other.keys() and all(abs(mine[key].logprob - other[key].logprob) < 1e-4 for key in mine)
         for mine, other in zip(ours, theirs, strict=True)

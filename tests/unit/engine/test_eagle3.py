@@ -1,5 +1,6 @@
-"""An EAGLE-3 head guesses, at the end of each step: answers are those without it, and its guesses are those that its
-tensors give.
+"""An EAGLE-3 head drafts at the end of each step.
+
+Answers are those without drafts, and its drafts are those that its tensors give.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmarks run and their results have the keys that comparisons read. No number is judged here."""
+"""The benchmarks run, and their results have the keys that comparisons read. No figure is judged here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_percentiles_interpolate() -> None:
 def test_of_drafts_the_given_share_is_accepted(
     checkpoint: Path, acceptance: float, fewest: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As many as may be, whatever time a step takes on this machine.
+    # As many drafts as allowed, whatever time a step takes on this machine.
     monkeypatch.setattr(drafting, "Drafting", partial(drafting.Drafting, adapts=False))
     batches = [bench.RandomBatch(1, 20, 30), bench.RandomBatch(3, 20, 30)]
     result = bench_drafts.drafts(

@@ -104,7 +104,7 @@ def test_a_model_is_required() -> None:
 
 
 def test_naming_the_engine_loads_no_torch() -> None:
-    """Routers, gateways and tools import these by the dozen."""
+    """Routers, gateways and tools import the engine package."""
     script = (
         "import sys, baton.engine, baton.engine.core.engine, baton.engine.config, baton.engine.offline.bench;"
         "from baton.engine import EngineConfig, SamplingParams, RequestOutput, build_engine;"

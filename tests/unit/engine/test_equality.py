@@ -1,4 +1,4 @@
-"""However an engine arrives at a token, it is the same token: greedy, and drawn with every control switched on.
+"""An engine draws the same tokens on every path, with greedy requests and with every sampling control.
 
 The reference is one engine that runs whole prompts, one at a time, without a prefix cache.
 """
@@ -40,7 +40,7 @@ def alone(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> lis
 @pytest.mark.slow
 @PARAMS
 def test_the_reference_says_something(llm: LLM, params: SamplingParams) -> None:
-    """A model that repeats one token would make every comparison below blind."""
+    """A model that repeats one token would make every comparison below meaningless."""
     answers = alone(llm, PROMPTS, params)
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
     assert len({token for answer in answers for token in answer}) > 40
@@ -164,7 +164,7 @@ def test_a_second_hand_off_fetches_only_what_the_prefix_cache_lacks(
 @PARAMS
 @pytest.mark.parametrize("produced", [1, 7, 20])
 def test_migrated_in_mid_stream_equals_not(llm: LLM, params: SamplingParams, produced: int) -> None:
-    """Another engine that is given the tokens so far goes on with the same ones."""
+    """Another engine that gets the tokens so far continues with the same ones."""
     whole = alone(llm, PROMPTS, params)
     requests = [
         EngineRequest(

@@ -1,4 +1,4 @@
-"""The hybrid demo model recalls, whatever has happened to its recurrent states on the way."""
+"""The hybrid demo model recalls values, whatever has happened to its recurrent states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .handing_off import hand_off, run
 
 pytestmark = pytest.mark.slow
 
-RIGHT = 0.95  # of the answers, undisturbed or not
+RIGHT = 0.95  # of the answers, with or without disturbance
 
 
 def engine_of(room: Room | None = None, **args: object) -> Engine:
@@ -48,7 +48,7 @@ def answers(engine: Engine, requests: list[EngineRequest]) -> dict[str, list[int
 
 
 def handed_over(prefill: Engine, decode: Engine, questions: Questions) -> dict[str, list[int]]:
-    """A few at a time, as the prefill engine keeps what it offers until all prompts of a round are read."""
+    """Hand over a few requests at a time: the prefill engine keeps its offers until it has read a round's prompts."""
     tokens: dict[str, list[int]] = {}
     for first in range(0, len(questions.requests), 6):
         some = questions.requests[first : first + 6]
@@ -75,7 +75,7 @@ def test_through_prefill_and_decode(make_room: type[Room], questions: Questions)
 def test_with_drafts_through_prefill_and_decode(
     method: str, engine: Engine, questions: Questions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And long answers are those of an engine without drafts, however many it accepts of guesses."""
+    """Also, long answers are those of an engine without drafts, however many drafts it accepts."""
 
     def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
         return None if config is None else Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False)
@@ -99,7 +99,7 @@ def test_with_drafts_through_prefill_and_decode(
 
 
 def test_a_state_that_was_not_handed_over_shows(questions: Questions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the shares above say something of states, and not of keys and values alone."""
+    """So the shares above test states, and not only KV blocks."""
     room = Room()
     prefill, decode = engine_of(room), engine_of(room)
     monkeypatch.setattr(room.peers[1], "skips", lambda region, block: block >= region.first_blocks[1])
@@ -107,7 +107,7 @@ def test_a_state_that_was_not_handed_over_shows(questions: Questions, monkeypatc
 
 
 def test_requests_that_were_preempted_recall_as_well(questions: Questions) -> None:
-    """Requests that write on and on need blocks, which those behind them lose."""
+    """Requests that write long answers need blocks, and preempt those behind them."""
     crowded = engine_of(num_gpu_blocks_override=70)
     writing = SamplingParams(temperature=1.0, max_tokens=300, ignore_eos=True)
     writers = [
@@ -120,7 +120,7 @@ def test_requests_that_were_preempted_recall_as_well(questions: Questions) -> No
 
 
 def test_migrated_in_mid_answer(engine: Engine, questions: Questions) -> None:
-    """The second token of an answer comes from an engine that has computed all before it anew."""
+    """The second token of an answer comes from an engine that has recomputed everything before it."""
     other = engine_of()
     begun = answers(
         other,

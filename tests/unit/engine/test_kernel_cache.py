@@ -1,4 +1,4 @@
-"""On a GPU, the process that starts compiles nothing itself; the next start finds all of it, and no request waits."""
+"""On a GPU, the main process compiles nothing; the next start finds all kernels, and no request waits for one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print("late", llm.engine.core.stats().num_late_compilations)
 
 
 def start(folder: Path, cache: Path) -> tuple[str, str]:
-    """Return what the process made itself, and what it says in the end."""
+    """Start an engine; return the kernels that the process itself compiled, and its last output."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-c", START, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START_S)

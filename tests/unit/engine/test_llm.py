@@ -237,7 +237,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_and_the_others_are_taken_back
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """Ctrl-C as Python handles it by itself, whatever a shell has set; SIGTERM as scripts do that end in order."""
+    """Set Python's own handler for Ctrl-C, whatever a shell has set, and one for SIGTERM that exits in order."""
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda *_: sys.exit("told to end")}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
@@ -247,7 +247,7 @@ def signals() -> Iterator[None]:
 
 
 def signalled(llm: LLM, *numbers: int) -> LLM:
-    """In the middle of the next step."""
+    """Send the signal in the middle of the next step."""
     runner = llm.engine.core.runner
     launch = runner.launch
 
@@ -311,7 +311,7 @@ def test_bad_words_are_never_written(text_llm: LLM, long_answer: str) -> None:
 
 def test_a_progress_bar_shows_prompts_and_speed(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate([IDS, IDS], GREEDY, use_tqdm=True)
-    printed = capsys.readouterr().err  # results may go to the other one
+    printed = capsys.readouterr().err  # results may go to stdout
     assert "2/2" in printed
     assert "tokens/s" in printed
 

@@ -1,5 +1,6 @@
-"""MiMo-V2-Flash's three draft layers guess one token each: answers are those without them, and guesses those of plain
-torch.
+"""MiMo-V2-Flash's three draft layers draft one token each.
+
+Answers are those without drafts, and drafts are those of a plain torch reference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models that keep something other than keys and values: to the engine, a block is a block."""
+"""Models that cache something other than keys and values: the engine treats their blocks alike."""
 
 from __future__ import annotations
 

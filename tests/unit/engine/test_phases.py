@@ -11,7 +11,7 @@ from baton.engine.startup.phases import Phases
 
 
 def ticking() -> Callable[[], float]:
-    """A clock that is one second later each time that it is read."""
+    """Return a clock that advances by a second each time it is read."""
     return itertools.count().__next__
 
 

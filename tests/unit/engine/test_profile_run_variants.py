@@ -1,6 +1,6 @@
-"""The profile run launches all that a step launches: a kernel that came later would compile then.
+"""The profile run launches all kernels that steps launch: any other one would have to compile during a request.
 
-Launches are noted and skipped, so this runs anywhere. Options of kernels are the untuned ones here.
+Launches are recorded and skipped, so this runs anywhere. Kernel options are the untuned ones here.
 """
 
 from __future__ import annotations

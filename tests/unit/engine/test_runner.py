@@ -1,4 +1,4 @@
-"""The runner obeys plans. These are hand-made; no scheduler is near."""
+"""The runner executes plans. These are hand-made, without a scheduler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @pytest.fixture
 def make_runner(checkpoint: Path) -> Callable[[], ModelRunner]:
-    """A runner of four rows and 32 blocks; the blocks start as NaN, so that reading one too many shows."""
+    """Make a runner of four rows and 32 blocks, which start as NaN, so that reading an unwritten one shows."""
     config = load_config(checkpoint, dtype="float32")
     model = load_model(config)
 
@@ -64,7 +64,7 @@ def step(
 
 
 def greedy_tokens(runner: ModelRunner, row: int, blocks: list[int], chunk_len: int, count: int = 8) -> list[int]:
-    """Prefills PROMPT in chunks, then decodes, with the blocks in the order given."""
+    """Prefill PROMPT in chunks, then decode, with the blocks in the given order."""
     started = (row_start(row, PROMPT, []),)
     tokens: list[int] = []
     computed, held = 0, 0
@@ -121,7 +121,7 @@ def test_a_step_mixes_decodes_and_chunks_and_answers_in_the_order_of_the_plan(
 def test_single_tokens_are_drawn_from_behind_a_prompt_that_begins_with_one(
     make_runner: Callable[[], ModelRunner],
 ) -> None:
-    """A prompt's first token draws none, though every chunk of its step is as long as a decode."""
+    """A prompt's first token draws nothing, though every chunk of its step is as long as a decode."""
     apart = make_runner()
     started = (row_start(0, PROMPT[:20], [0, 1]), row_start(1, PROMPT[:34], [2, 3, 4]))
     prompts = (Chunk(0, 0, 20, True, []), Chunk(1, 0, 33, False, []))
@@ -160,7 +160,7 @@ def test_prompt_logprobs_in_pieces_equal_those_in_one(
     assert whole.prompt_logprobs is not None
     assert [entry.token_ids[0] for entry in whole.prompt_logprobs] == PROMPT[1:]
 
-    monkeypatch.setattr(outputs, "PIECE_BYTES", 1)  # as few rows of logits a piece as may be
+    monkeypatch.setattr(outputs, "PIECE_BYTES", 1)  # as few rows of logits a piece as possible
     runner = make_runner()
     pieces = step(runner, Chunk(0, 0, 30, False, [], True), started=(start,))
     pieces += step(runner, Chunk(0, 30, 20, True, [], True))
@@ -220,7 +220,7 @@ def test_step_inputs_equal_the_definition_of_an_attention_batch(make_runner: Cal
 
 
 def inputs_of(runner: ModelRunner, chunks: list[Chunk]) -> StepInputs:
-    """Return what the model is given in a step of these chunks that is not captured."""
+    """Return the model's inputs in an eager step of these chunks."""
     seen: list[StepInputs] = []
 
     def forward(token_ids: torch.Tensor, caches: Any, wanted: Any, ranks: object) -> None:

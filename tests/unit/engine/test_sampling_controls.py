@@ -1,4 +1,4 @@
-"""Each control of `SamplingParams` changes the tokens that come out of the engine as it says."""
+"""Each control of `SamplingParams` changes the engine's tokens as documented."""
 
 from __future__ import annotations
 

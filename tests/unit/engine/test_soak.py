@@ -1,4 +1,4 @@
-"""A soak ends well on a sound engine, and says what broke on one that is not."""
+"""A soak succeeds on a correct engine, and reports what broke on a faulty one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = {"load_format": "dummy", "max_model_len": 256, "max_num_seqs": 4, "max_n
 
 
 def test_everything_is_answered_and_given_back() -> None:
-    steps = itertools.count()  # for a clock: a busy machine takes as many as an idle one
+    steps = itertools.count()  # serves as the clock: a busy machine takes as many steps as an idle one
     args = {**SMALL, "num_gpu_blocks_override": 24, "device": "cpu"}
     result = soak(DEMO, seconds=500, seed=3, engine_args=args, clock=lambda: next(steps))
     assert result["completed"] > 10

@@ -1,4 +1,4 @@
-"""Start-up makes a ready engine of arguments: memory of its blocks, longest sequences, what others learn of it."""
+"""Start-up turns arguments into a ready engine: its memory, the longest sequences, and the facts that others learn."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_start_up_is_measured_by_phase_and_leaves_the_books_clean(build: Any, ca
 
 
 def test_the_garbage_collector_looks_through_nothing_that_start_up_left_until_the_engine_ends(build: Any) -> None:
-    gc.unfreeze()  # as a process is that runs no tests
+    gc.unfreeze()  # as in a process that runs no tests
     try:
         engine = build(num_gpu_blocks_override=4)
         assert gc.get_freeze_count() > 100 * len(gc.get_objects())

@@ -1,7 +1,7 @@
-"""Drafts in models with recurrent states: answers and logprobs are those of an engine without drafts, to the bit.
+"""Drafts in models with recurrent states: answers and logprobs are exactly those of an engine without drafts.
 
-Drafts are made by one who knows the answers, and errs in a share of them. Checkpoints are near each other, so that
-answers pass several.
+The drafter knows the answers, and errs in a given share of drafts. Checkpoints are close together, so that answers
+pass several.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .small_engines import hybrid_config
 
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, max_drafts=4)
 CHECKPOINTS = 32  # tokens apart
-# Products of a row do not depend on how many rows there are: torch's do, without the C++ kernels.
+# A row's products must not depend on the number of rows: torch's do, without the C++ kernels.
 IN_PANELS = pack(torch.zeros(32, 2, dtype=torch.bfloat16)) is not None
 ROWS_APART = pytest.mark.skipif(not IN_PANELS, reason="needs the C++ kernels")
 FAMILIES = ["qwen3_5_text", "kimi_linear", "nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "olmo_hybrid"]
@@ -57,7 +57,7 @@ FAMILIES = ["qwen3_5_text", "kimi_linear", "nemotron_h", "falcon_h1", "bamba", "
 
 @dataclass
 class Engines:
-    """Engines of one tiny model whose blocks, slots and places start as NaN: reading one too many shows."""
+    """Engines of one tiny model. Memory starts as NaN, so that reading an unwritten block or slot shows."""
 
     model: CausalLM
 
@@ -165,7 +165,7 @@ def check_drafts(core: EngineCore, errors: float, at_least: int = 10) -> None:
 
 
 def check_close(ours: Answers, theirs: Answers) -> None:
-    """Check that answers are the same but for the order of sums: prompts were cut at other places."""
+    """Check that answers are the same except for the order of sums, as prompts were cut at other places."""
     assert ours.keys() == theirs.keys()
     for name, answer in ours.items():
         assert (answer.tokens, answer.end) == (theirs[name].tokens, theirs[name].end)
@@ -173,7 +173,7 @@ def check_close(ours: Answers, theirs: Answers) -> None:
 
 
 def short_prompts() -> list[EngineRequest]:
-    """As many requests as there are rows, whose prompts are read in one step: no cut of theirs depends on drafts."""
+    """Return as many requests as there are rows; each prompt fits into one step: drafts cannot change its cuts."""
     lens = [1, 3, 5, 7, 9, 11, 13, 15]
     params = [
         msgspec.structs.replace(each.sampling, logprobs=2) for each in random_requests(random.Random(7), len(lens))
@@ -265,7 +265,7 @@ def test_requests_that_come_at_any_time_and_are_aborted_leave_nothing_behind(
 def test_a_checkpoint_that_was_passed_with_drafts_is_that_of_a_run_without(
     engines_of: Callable[..., Engines], family: str, errors: float
 ) -> None:
-    """One request after the other: each begins behind a checkpoint that the answer before it has left."""
+    """Requests run one by one: each begins after a checkpoint that the previous answer has left."""
     engines = engines_of(family, "bfloat16")
     sampling = SamplingParams(temperature=1.5, max_tokens=50, ignore_eos=True, logprobs=1)
     tokens, expected, plain = random_tokens(20), [], engines.core()
@@ -355,7 +355,7 @@ def test_drafts_of_the_engines_own_drafters_change_nothing(
 def test_one_draft_too_many_or_too_few_in_a_replay_shows(
     engines_of: Callable[..., Engines], family: str, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the equalities above say something of what is replayed."""
+    """So the equalities above really test replays."""
     engines, requests = engines_of(family, "bfloat16"), short_prompts()
     expected = answers_of(engines.core(), requests)
     whole = inputs.replay_states

@@ -1,4 +1,4 @@
-"""Models with recurrent states draw the same however their prompts are cut, cached, preempted and captured."""
+"""Models with recurrent states draw the same tokens however prompts are cut, cached, preempted and captured."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def engine_of(
     caching: bool = True,
     captured: bool = False,
 ) -> EngineCore:
-    """An engine whose slots start full of NaN, which shows where one is read that nobody has written."""
+    """Make an engine whose slots start as NaN, so that reading an unwritten one shows."""
     config = load_config(folder, dtype="float32")
     blocks, states = config.caches.groups
     arenas = [

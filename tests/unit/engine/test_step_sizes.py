@@ -1,4 +1,4 @@
-"""Sizes of steps that arguments leave open follow from the device and the model."""
+"""Step sizes that arguments leave open follow from the device and the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODELS = Path(__file__).parents[3] / "configs" / "models"
 H200, L40S, L4 = 141 * 10**9, 48 * 10**9, 24 * 10**9
 
 
-OTHERS: dict[str, dict[str, Any]] = {  # that differ from qwen3-8b in these keys
+OTHERS: dict[str, dict[str, Any]] = {  # models that differ from qwen3-8b in these keys
     "qwen3-0.6b": {
         "hidden_size": 1024,
         "intermediate_size": 3072,

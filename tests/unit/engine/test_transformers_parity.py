@@ -1,4 +1,4 @@
-"""The engine, chunks and batches and all, against `transformers` on whole sequences: float32, random weights."""
+"""The engine, with chunks and batches, against `transformers` on whole sequences: float32, random weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def yardstick(checkpoint: Path) -> Any:
 
 
 def assert_agrees(found: dict[int, Logprob], expected: torch.Tensor, token: int, num_top: int) -> None:
-    """`found` is one position's entry; `expected` [vocab] are the log probabilities there."""
+    """Check an entry `found` of one position against the log probabilities `expected` [vocab] there."""
     ordered = expected.sort(descending=True)
     assert next(iter(found)) == token
     assert found[token].rank == 1 + int((expected > expected[token]).sum())
@@ -82,7 +82,7 @@ def test_prompt_logprobs_are_those_of_transformers(make_llm: Callable[..., LLM],
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
 def test_draws_and_logprobs_see_capped_logits(kind: str, tmp_path: Path) -> None:
-    """With a cap so low that a `min_p` lets tokens pass which it would stop without."""
+    """The cap is so low that `min_p` keeps tokens which it would drop without the cap."""
     cap, min_p = 2.5, 0.1
     keys = {"final_logit_softcapping": cap}
     llm = LLM(str(write_checkpoint(tmp_path, kind, **keys)), skip_tokenizer_init=True, max_num_seqs=8)

@@ -12,5 +12,5 @@ PROMPTS = [[random.Random(length).randrange(3, 256) for _ in range(length)] for 
 
 @torch.no_grad()
 def expected_logprobs(yardstick: Any, token_ids: list[int]) -> torch.Tensor:
-    """[len(token_ids), vocab]: after each token, what may come next."""
+    """Return the log probabilities [len(token_ids), vocab] of the next token after each token."""
     return yardstick(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
