@@ -55,8 +55,8 @@ class CommandGroup(TyperGroup):
 # Without rich: its boxes would cut the names of options in a terminal of 80 columns.
 new_group = functools.partial(typer.Typer, cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None)
 
-Url = Annotated[str, typer.Option("--url", "--base-url", callback=http_url, help="Where a gateway answers.")]
-ApiKey = Annotated[str | None, typer.Option(help="The key that the gateway asks for, if it asks for one.")]
+Url = Annotated[str, typer.Option("--url", "--base-url", callback=http_url, help="URL of a gateway.")]
+ApiKey = Annotated[str | None, typer.Option(help="API key, if the gateway requires one.")]
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
@@ -122,7 +122,7 @@ def in_a_folder(file: Path | None) -> Path | None:
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", dir_okay=False, callback=in_a_folder, help="Write the result to this file, too."),
+    typer.Option("--json", dir_okay=False, callback=in_a_folder, help="Also write the result to this file, as JSON."),
 ]
 
 
