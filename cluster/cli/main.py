@@ -240,7 +240,7 @@ def drain(
         fail(str(error).splitlines()[-1], code=1)
     finally:
         leave()
-    typer.echo(f"rank {spell_ranks(ranks)}: it drains; Serve then starts another group in its place")
+    typer.echo(f"rank {spell_ranks(ranks)} is draining; Serve then starts another group in its place")
 
 
 @app.command()

@@ -374,7 +374,7 @@ def _object(option: str, given: str | None) -> dict[str, Any]:
     try:
         fields = json.loads(given or "{}")
     except ValueError as error:
-        raise InvalidLoad(f"{option} is no JSON: {error}") from None
+        raise InvalidLoad(f"{option} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidLoad(f"{option} must be a JSON object with the fields")
     return fields

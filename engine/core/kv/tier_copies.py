@@ -313,7 +313,9 @@ class TierCopies:
             return []
         self._answers = False
         late = list(self._copy_of)
-        logger.warning("the KV tiers have not answered for %g s: %d requests are computed", PATIENCE_S, len(late))
+        logger.warning(
+            "the KV tiers have not answered for %g s: %d requests compute their prompts instead", PATIENCE_S, len(late)
+        )
         for request in late:
             restore = self._restores[self._copy_of[request]]
             self._given_up += len(restore.plan.missing)

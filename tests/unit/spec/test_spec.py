@@ -269,7 +269,7 @@ def test_targets_of_the_autoscaler_may_change_while_the_application_runs(model: 
 
 def test_a_size_is_given_once_and_not_to_a_fleet_that_is_scaled(model: str, tmp_path: Path) -> None:
     size = {"name": "decode", "num_replicas": 2}
-    with pytest.raises(InvalidSpec, match="'decode' is there twice"):
+    with pytest.raises(InvalidSpec, match="'decode' is given twice"):
         specs_in_file(with_deployments(tmp_path, pair(model=model), size, size))
     scaled = {"prefill": {}, "decode": {"min_replicas": 1, "max_replicas": 3}}
     args = {"model": model, "fleets": scaled, "autoscaling": {}}
