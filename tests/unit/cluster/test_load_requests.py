@@ -144,7 +144,7 @@ def test_a_file_that_is_no_such_data_set_is_refused_by_its_name(
         ({"metric_percentiles": "101"}, "give numbers of 0 to 100"),
         ({"goodput": ["itl:3"]}, "give ttft, tpot or e2el"),
         ({"extra_body": "[]"}, "must be a JSON object"),
-        ({"extra_body": "{"}, "no JSON"),
+        ({"extra_body": "{"}, "not JSON"),
         ({"header": ["x"]}, "--header 'x': give KEY=VALUE"),
         ({"metadata": ["=1"]}, "--metadata '=1': give KEY=VALUE"),
         (

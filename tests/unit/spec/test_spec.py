@@ -81,7 +81,7 @@ def test_arguments_of_vllm_that_change_nothing_are_dropped(model: str) -> None:
                 "autoscaling": {},
                 "fleets": {"prefill": {}, "decode": {}, "unified": {"min_replicas": 1, "max_replicas": 2}},
             },
-            "beside prefill and decode engines",
+            "if there are prefill and decode engines",
         ),
         (
             {
@@ -160,7 +160,7 @@ def test_a_file_may_hold_applications_or_the_arguments_of_one(model: str, tmp_pa
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("applications: [", "is no YAML"),
+        ("applications: [", "is not valid YAML"),
         ("- model: m", "must hold a mapping"),
         ("applications: [3]", "applications.0: "),
         ("applications: {a: 1}", "applications: "),
