@@ -81,7 +81,7 @@ class ZmqEngineClient:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         await asyncio.gather(
-            *(connection.close("is left: the gateway ends") for connection in self._connections.values())
+            *(connection.close("is left: the gateway is shutting down") for connection in self._connections.values())
         )
         await asyncio.gather(*self._background)
         self._connections.clear()

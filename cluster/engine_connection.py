@@ -175,8 +175,8 @@ class Connection:
             try:
                 why = await self._connect_once()
             except Exception:
-                why = "could not be talked to"
-                logger.exception("the connection to engine %s failed and is opened anew", self.record.engine_id)
+                why = "lost its connection to this gateway"
+                logger.exception("the connection to engine %s failed and is reopened", self.record.engine_id)
             self._lose(why)
             await asyncio.sleep(RECONNECT_S)
 
@@ -234,7 +234,7 @@ class Connection:
             if not self._refused:
                 self._refused = True
                 logger.error(
-                    "engine %s at %s refused the handshake: it has another cluster key, is no engine, or is cut off",
+                    "engine %s at %s refused the handshake: it is cut off, not an engine, or has another cluster key",
                     self.record.engine_id,
                     self.record.address,
                 )

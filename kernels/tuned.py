@@ -88,7 +88,7 @@ def entries(op: str, device: str) -> list[Entry]:
     version = triton_version()
     files = {_version_of(path): path for path in (LIBRARY / op / "tuned").glob(f"{device}.triton-*.json")}
     if not files:
-        logger.info("%s is not tuned for %s: its default options serve", op, device)
+        logger.info("%s is not tuned for %s: its default options are used", op, device)
         return []
     best = min(files, key=lambda measured: _releases_apart(measured, version))
     if best != version:

@@ -60,6 +60,6 @@ def parse_cpus(text: str) -> set[int]:
         first, _, last = part.partition("-")
         named = range(int(first), int(last or first) + 1)
         if not named or not 0 <= named[0] <= named[-1] < MAX_CPUS:
-            raise ValueError(f"{part.strip()} is no CPU, or CPUs, from 0 to {MAX_CPUS - 1}")
+            raise ValueError(f"{part.strip()} is not a CPU or a range of CPUs from 0 to {MAX_CPUS - 1}")
         cpus.update(named)
     return cpus

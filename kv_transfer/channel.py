@@ -195,7 +195,7 @@ class ZmqChannel:
     def _dial(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """Connect, and return the socket and a monitor socket that reports the end of its connection."""
         if not address.startswith("tcp://"):
-            raise TransportError(f"{address!r} is no address of a control channel, such as tcp://10.0.0.1:7000")
+            raise TransportError(f"{address!r} is not the address of a control channel, such as tcp://10.0.0.1:7000")
         opened: list[zmq.Socket[bytes]] = []
         try:
             opened.append(dealer := self._socket(zmq.DEALER, ipv6=is_ipv6_url(address)))

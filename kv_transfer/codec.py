@@ -30,6 +30,6 @@ def decoder(kind: Any, description: str) -> Callable[[bytes], Any]:
         try:
             return decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise MalformedMessage(f"{len(data)} bytes are no {description}: {error}") from error
+            raise MalformedMessage(f"{len(data)} bytes cannot be read as {description}: {error}") from error
 
     return decode_or_raise

@@ -54,4 +54,4 @@ def sleep_precisely() -> None:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0) != 0:
-        logger.warning("sleeps of the thread that moves blocks take 50 us longer: %s", os.strerror(ctypes.get_errno()))
+        logger.warning("the transfer thread's sleeps take 50 us longer: %s", os.strerror(ctypes.get_errno()))

@@ -75,7 +75,7 @@ class TransferSettings(StrictModel):
         if self.stall_s < self.heartbeat_timeout_s:
             problems["stall_s"] = (
                 f"is {self.stall_s:g}, must be at least heartbeat_timeout_s ({self.heartbeat_timeout_s:g}): "
-                "a peer that is lost is to be noticed first"
+                "a lost peer must be detected first"
             )
         if not self.margin_s + self.retry_s < self.lease_s * (1 - self.renew_at):
             problems["lease_s"] = (

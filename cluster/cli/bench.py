@@ -34,9 +34,11 @@ ENGINE_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 ReportFile = Annotated[
     Path | None,
-    typer.Option("--report", dir_okay=False, callback=in_a_folder, help="Write a page with plots to this file."),
+    typer.Option(
+        "--report", dir_okay=False, callback=in_a_folder, help="Write an HTML report with plots to this file."
+    ),
 ]
-Model = Annotated[str, typer.Argument(help="A name of the Hub, or a folder with config.json and safetensors.")]
+Model = Annotated[str, typer.Argument(help="Hugging Face model name, or a folder with config.json and safetensors.")]
 
 
 class ServeCommand(TyperCommand):
@@ -78,9 +80,9 @@ def _write(result: object, file: Path | None) -> None:
 @bench_app.command(context_settings=ENGINE_ARGS)
 @flat
 def throughput(context: typer.Context, model: Model, options: ThroughputOptions, json_file: JsonFile = None) -> None:
-    """Run all prompts at once in one engine: requests and tokens per second.
+    """Measure the throughput of one engine that gets all prompts at once, in requests and tokens per second.
 
-    Any argument of the engine can be given by its name, as for `baton serve`.
+    Every engine argument is also an option, as for `baton serve`.
     """
     from baton.engine.offline.bench import RandomBatch
     from baton.engine.offline.bench import throughput as measure
@@ -94,7 +96,7 @@ def throughput(context: typer.Context, model: Model, options: ThroughputOptions,
 @bench_app.command(context_settings=ENGINE_ARGS)
 @flat
 def latency(context: typer.Context, model: Model, options: LatencyOptions, json_file: JsonFile = None) -> None:
-    """Measure one batch in one engine: seconds from the first prompt token to the last output token."""
+    """Measure the latency of one batch in one engine: seconds from the first prompt token to the last output token."""
     from baton.engine.offline.bench import RandomBatch
     from baton.engine.offline.bench import latency as measure
 
@@ -113,10 +115,11 @@ def latency(context: typer.Context, model: Model, options: LatencyOptions, json_
 @bench_app.command(context_settings=ENGINE_ARGS)
 @flat
 def drafts(context: typer.Context, model: Model, options: DraftsOptions, json_file: JsonFile = None) -> None:
-    """Measure the decoding of one engine with drafts, beside the same engine without.
+    """Measure decode with speculative decoding in one engine, compared with the same engine without.
 
-    By default a given share of the drafts is right. With --speculative-config the engine's own drafter is measured.
-    With --edit-every, `suffix` guesses from a prediction, as for a text that a client expects back with changes.
+    By default, simulated drafts are right as often as --acceptance says. With --speculative-config, the engine's own
+    drafter is measured. With --edit-every, `suffix` drafts from a prediction, as for a text that a client expects back
+    with changes.
     """
     from baton.engine.offline.bench import RandomBatch
     from baton.engine.offline.bench_drafts import drafts as measure
@@ -140,11 +143,11 @@ def drafts(context: typer.Context, model: Model, options: DraftsOptions, json_fi
 def soak(
     context: typer.Context,
     model: Model,
-    seconds: Annotated[float, typer.Option(min=1, help="How long new requests come.")] = 60,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds during which new requests are sent.")] = 60,
     seed: int = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Run random requests of every kind, more than fit. Fails if one ends with an error or memory is not given back."""
+    """Overload one engine with random requests of every kind. Fails if a request fails or KV blocks leak."""
     from baton.engine.offline.soak import SoakFailed
     from baton.engine.offline.soak import soak as run
 
@@ -164,7 +167,7 @@ def startup(
     num_iters_warm: Annotated[int, typer.Option(min=0)] = 3,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure the seconds from the first import to an engine that is ready, each time in a new process."""
+    """Measure engine start-up: seconds from the first import until ready, in a new process each time."""
     from baton.engine.offline.bench import StartupFailed
     from baton.engine.offline.bench import startup as measure
 
@@ -179,9 +182,9 @@ def startup(
 @bench_app.command(cls=ServeCommand)
 @flat
 def serve(load: ServeLoad, json_file: JsonFile = None, report_file: ReportFile = None) -> None:
-    """Load a running server, and measure first token, time per token and throughput.
+    """Load a running server, and measure TTFT, time per token and throughput.
 
-    Prompts are random, or come from a file; the options are those of `vllm bench serve` where it has them.
+    Prompts are random, or come from a file. Options have the names of `vllm bench serve` where it has them.
 
     Examples:
 
@@ -216,13 +219,14 @@ def serve(load: ServeLoad, json_file: JsonFile = None, report_file: ReportFile =
 @bench_app.command()
 def report(
     results: Annotated[
-        list[Path], typer.Argument(exists=True, dir_okay=False, help="Files that `baton bench serve --json` wrote.")
+        list[Path],
+        typer.Argument(exists=True, dir_okay=False, help="Result files written by `baton bench serve --json`."),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", dir_okay=False, callback=in_a_folder, help="The HTML file to write.")
     ] = Path("report.html"),
 ) -> None:
-    """Write a report with plots of one result of `baton bench serve`, or of several side by side."""
+    """Write an HTML report with plots that compares one or several results of `baton bench serve`."""
     from .load.report import NoResult, read_results
     from .load.report import report as make
 
@@ -236,10 +240,10 @@ def report(
 
 @bench_app.command()
 def kernels(
-    ops: Annotated[list[str] | None, typer.Argument(help="Names of ops; by default all.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help="Kernels to measure. Default: all.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Time the kernels of this machine: the share of the roof that each reaches."""
+    """Time the kernels on this machine, and compare each with the limit of its memory bandwidth or compute."""
     from baton.kernels.bench import run_all, table
 
     with _refusals_shown():
@@ -250,7 +254,7 @@ def kernels(
 @bench_app.command()
 @flat
 def kv(options: TransferOptions, json_file: JsonFile = None) -> None:
-    """Measure KV transfers between two groups of processes, beside raw NIXL moving the same bytes."""
+    """Measure KV transfers between two groups of processes, compared with raw NIXL moving the same bytes."""
     import torch
 
     from baton.engine.core.layout import UnevenHeads
@@ -287,7 +291,7 @@ def kv(options: TransferOptions, json_file: JsonFile = None) -> None:
 @bench_app.command()
 @flat
 def autoscale(options: AutoscaleOptions, json_file: JsonFile = None) -> None:
-    """Simulate fleets in virtual time: the autoscaler beside Serve's default policy and fixed sizes."""
+    """Simulate autoscaling in virtual time: Baton's autoscaler, Serve's default policy and fixed sizes."""
     import msgspec
 
     from baton.cluster.simulation.autoscaler_comparison import InvalidComparison, ScalingCase, compare, table
@@ -312,7 +316,7 @@ def autoscale(options: AutoscaleOptions, json_file: JsonFile = None) -> None:
 @bench_app.command()
 @flat
 def router(options: RouterOptions, json_file: JsonFile = None) -> None:
-    """Simulate routing policies on the same requests: real router, real schedulers, virtual time, no device."""
+    """Compare routing policies on the same requests: the real router and schedulers in virtual time, no GPU."""
     import msgspec
 
     from baton.cluster.simulation.router_simulation import InvalidSimulation, SimulatedFleets, compare, table

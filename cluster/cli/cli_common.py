@@ -39,7 +39,7 @@ def http_url(given: str) -> str:
     except ValueError:  # an invalid port, or an unclosed bracket
         is_one = False
     if not is_one:
-        raise typer.BadParameter(f"{given!r} is no address of a server: give it as {DEFAULT_URL}")
+        raise typer.BadParameter(f"{given!r} is not the URL of a server: give one such as {DEFAULT_URL}")
     return url
 
 
@@ -55,8 +55,8 @@ class CommandGroup(TyperGroup):
 # Without rich: its boxes would cut the names of options in a terminal of 80 columns.
 new_group = functools.partial(typer.Typer, cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None)
 
-Url = Annotated[str, typer.Option("--url", "--base-url", callback=http_url, help="Where a gateway answers.")]
-ApiKey = Annotated[str | None, typer.Option(help="The key that the gateway asks for, if it asks for one.")]
+Url = Annotated[str, typer.Option("--url", "--base-url", callback=http_url, help="URL of a gateway.")]
+ApiKey = Annotated[str | None, typer.Option(help="API key, if the gateway requires one.")]
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
@@ -116,13 +116,13 @@ def stdout_console() -> Console:
 def in_a_folder(file: Path | None) -> Path | None:
     """Check the path of a file to write, and return it. Raises `typer.BadParameter` if its folder does not exist."""
     if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {file.absolute().parent}")
+        raise typer.BadParameter(f"the folder {file.absolute().parent} does not exist")
     return file
 
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", dir_okay=False, callback=in_a_folder, help="Write the result to this file, too."),
+    typer.Option("--json", dir_okay=False, callback=in_a_folder, help="Also write the result to this file, as JSON."),
 ]
 
 
@@ -144,7 +144,7 @@ def engine_args_from(words: list[str]) -> dict[str, Any]:
             try:
                 args[name] = yaml.safe_load(value)
             except yaml.YAMLError:
-                fail(f"{word}: {value!r} is no value that YAML can read; quote what has brackets or colons in it")
+                fail(f"{word}: {value!r} is not valid YAML; put values with brackets or colons in quotes")
         elif name.startswith("no_"):
             args[name.removeprefix("no_")] = False
         else:

@@ -35,23 +35,27 @@ class RecallOptions:
     url: Annotated[
         str,
         typer.Option(
-            "--url", "--base-url", callback=http_url, help="Any OpenAI-compatible server with the demo model."
+            "--url", "--base-url", callback=http_url, help="URL of any OpenAI-compatible server with the demo model."
         ),
     ] = DEFAULT_URL
-    model: Annotated[str | None, typer.Option(help="Model to ask; by default the first that the server has.")] = None
+    model: Annotated[str | None, typer.Option(help="Model name. Default: the first one that the server lists.")] = None
     api_key: ApiKey = None
     api: Annotated[str, typer.Option(help="API to use: completions or chat.")] = "completions"
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, with commas.")] = ",".join(map(str, LENGTHS))
-    samples: Annotated[int, typer.Option(min=1, help="Questions of each length.")] = 30
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")] = ",".join(
+        map(str, LENGTHS)
+    )
+    samples: Annotated[int, typer.Option(min=1, help="Number of questions per length.")] = 30
+    concurrency: Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")] = 8
     seed: int = 0
-    min_accuracy: Annotated[float, typer.Option(min=0.0, max=1.0, help="Exit with 1 below this.")] = 0.0
+    min_accuracy: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Exit with code 1 if the accuracy is lower.")
+    ] = 0.0
 
 
 @eval_app.command()
 @flat
 def recall(options: RecallOptions, json_file: JsonFile = None) -> None:
-    """Ask for values out of key-value lists of many lengths. The demo model answers 99 of 100 correctly."""
+    """Check recall: ask for values from key-value lists of many lengths. The demo model answers 99 of 100 correctly."""
     if options.api not in ("completions", "chat"):
         fail(f"--api {options.api}: use completions or chat")
     try:

@@ -18,10 +18,10 @@ from .options import PlanOptions, ServeOptions
 if TYPE_CHECKING:
     from baton.cluster.contracts import EngineTrace
 
-Address = Annotated[str, typer.Option(help="The Ray cluster ('auto' finds the one on this machine).")]
-Application = Annotated[str, typer.Option("--app", help="Name of the application, as in `serve status`.")]
-Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between one time and the next.")]
-Iterations = Annotated[int, typer.Option(min=0, help="How often it is shown; 0: until Ctrl-C.")]
+Address = Annotated[str, typer.Option(help="Address of the Ray cluster; 'auto' finds the one on this machine.")]
+Application = Annotated[str, typer.Option("--app", help="Name of the application, as shown by `serve status`.")]
+Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")]
+Iterations = Annotated[int, typer.Option(min=0, help="Number of updates; 0: until Ctrl-C.")]
 
 app = new_group(name="baton", add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -68,12 +68,13 @@ def _mount_eval() -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @flat
 def serve(context: typer.Context, options: ServeOptions) -> None:
-    """Serve a model on this machine, and stop with Ctrl-C.
+    """Serve a model on this machine until Ctrl-C.
 
-    Starts a Ray cluster, one gateway and the engines; prints the URL, the engines and a line to try. A model of the Hub
-    is fetched first, into the cache of `hf`; a token is HF_TOKEN in the environment, a mirror HF_ENDPOINT.
+    Starts a Ray cluster, a gateway and the engines, and prints the URL, the engines and a request to try. A model of
+    the Hugging Face Hub is downloaded first, into the cache of `hf`. The environment variable HF_TOKEN sets the Hub's
+    access token, HF_ENDPOINT a mirror.
 
-    Any argument of the engines can be given by its name, as in vLLM: --max-num-seqs 128 --dtype bfloat16 ...
+    Every engine argument is also an option, with vLLM's name: --max-num-seqs 128 --dtype bfloat16 ...
 
     Examples:
 
@@ -114,13 +115,15 @@ def serve(context: typer.Context, options: ServeOptions) -> None:
 def check(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Serve config files, files with one application's args, or cluster files for `ray up`."),
+        typer.Argument(
+            help="Ray Serve config files, files with the args of one application, or cluster files for `ray up`."
+        ),
     ],
 ) -> None:
     """Check config files without starting anything.
 
-    Models need not be on this machine: the output says which checks are then left. The exit code is 1 if a file is
-    invalid.
+    If a model is not on this machine, the output names the checks that could not be made. The exit code is 1 if a file
+    is invalid.
     """
     from baton.cluster.disks import full_disks
     from baton.cluster.spec import InvalidSpec
@@ -144,7 +147,7 @@ def check(
 @app.command()
 @flat
 def plan(options: PlanOptions) -> None:
-    """Show where an application's ranks would run, how much memory they would take, and what would be refused.
+    """Show on which nodes an application's ranks would run, how much memory they need, and what would be refused.
 
     Starts nothing and needs no GPU: the shapes come from the model's config.json.
 
@@ -182,16 +185,18 @@ def plan(options: PlanOptions) -> None:
 def status(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON, for programs (docs/operate/operations.md).")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, for programs (fields: docs/operate/operations.md).")
+    ] = False,
     is_watched: Annotated[
-        bool, typer.Option("--watch", help="Show it again and again until Ctrl-C; with --json, one line each time.")
+        bool, typer.Option("--watch", help="Repeat until Ctrl-C; with --json, print one line per update.")
     ] = False,
     interval: Interval = 2.0,
     iterations: Iterations = 0,
 ) -> None:
     """Show the engines and gateways of a running server.
 
-    The exit code is 1 if no engine can serve a request, and if no gateway answers, which is reported as an error.
+    The exit code is 1 if no engine can serve a request, or if no gateway answers.
     """
     from .cli_common import Pace
     from .http_client import show_status
@@ -202,9 +207,9 @@ def status(
 
 @app.command()
 def top(url: Url = DEFAULT_URL, api_key: ApiKey = None, interval: Interval = 2.0, iterations: Iterations = 0) -> None:
-    """Show the fleet of a running server in the terminal, live, until Ctrl-C.
+    """Show a live view of a running server's engines and gateways in the terminal, until Ctrl-C.
 
-    Latencies, prefix hits and failures are those of the last minute, rates those of the last ten seconds.
+    Latencies, prefix hits and failures cover the last minute; rates cover the last ten seconds.
     """
     from .cli_common import Pace
     from .top import show_top
@@ -214,14 +219,14 @@ def top(url: Url = DEFAULT_URL, api_key: ApiKey = None, interval: Interval = 2.0
 
 @app.command()
 def drain(
-    rank: Annotated[int, typer.Argument(min=0, help="Any rank of the group, as in `baton status`.")],
+    rank: Annotated[int, typer.Argument(min=0, help="Rank of any engine in the group, as shown by `baton status`.")],
     address: Address = "auto",
     application: Application = "baton",
 ) -> None:
     """Replace a group of engines without losing an answer: its requests finish, then Serve starts another group.
 
-    `baton status` shows when it is gone. Requests that are left after fleets.*.drain_timeout_s continue in other
-    engines.
+    `baton status` no longer lists the group once it has ended. Requests that are still running after
+    fleets.*.drain_timeout_s continue in other engines.
     """
     from baton.cluster.gateway.routing.ranks import spell_ranks
     from baton.cluster.membership.members import NoSuchRank
@@ -236,18 +241,18 @@ def drain(
         fail(str(error).splitlines()[-1], code=1)
     finally:
         leave()
-    typer.echo(f"rank {spell_ranks(ranks)}: it drains; Serve then starts another group in its place")
+    typer.echo(f"rank {spell_ranks(ranks)} is draining; Serve then starts another group in its place")
 
 
 @app.command()
 def profile(
-    seconds: Annotated[float, typer.Option(min=0.1, max=60.0, help="How long the engines are recorded.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, max=60.0, help="Length of the trace in seconds.")] = 5.0,
     address: Address = "auto",
     application: Application = "baton",
 ) -> None:
-    """Record what each engine of an application does, with torch's profiler: one trace for each engine.
+    """Profile the engines of an application with torch's profiler: one trace for each engine.
 
-    Traces are files on the engines' machines; https://ui.perfetto.dev opens them. Meanwhile the engines are slower.
+    Traces are files on the engines' nodes; https://ui.perfetto.dev opens them. Engines are slower while they record.
     """
     from .ray_cluster import NoRayCluster, ask_directory, leave
 
@@ -270,14 +275,12 @@ def profile(
 def chat(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model to ask; by default the only one that the server has.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 256,
+    model: Annotated[str | None, typer.Option(help="Model name. Default: the server's only model.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of output tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
 ) -> None:
-    """Talk to a running server. An empty line or Ctrl-D ends."""
+    """Chat with a running server. An empty line or Ctrl-D ends the chat."""
     from .http_client import ChatSettings, run_chat
 
     run_chat(url, api_key, ChatSettings(model, system, max_tokens, temperature))

@@ -20,39 +20,42 @@ class ServeOptions:
 
     model: Annotated[
         str | None,
-        typer.Argument(help="A name of the Hub, or a folder with config.json, safetensors and a tokenizer."),
+        typer.Argument(help="Hugging Face model name, or a folder with config.json, safetensors and a tokenizer."),
     ] = None
     revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a name of the Hub.  [default: main]")
+        str | None, typer.Option(help="Branch, tag or commit on the Hugging Face Hub.  [default: main]")
     ] = None
     download_dir: Annotated[
-        str | None, typer.Option(help="Folder in which names of the Hub are kept.  [default: the cache of `hf`]")
+        str | None, typer.Option(help="Folder for models downloaded from the Hub.  [default: the cache of `hf`]")
     ] = None
-    unified: Annotated[int | None, typer.Option(min=1, help="Engines that do both phases. The default: one.")] = None
-    prefill: Annotated[int | None, typer.Option(min=1, help="Engines that read prompts. Needs --decode.")] = None
-    decode: Annotated[int | None, typer.Option(min=1, help="Engines that write answers. Needs --prefill.")] = None
+    unified: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of engines that do both prefill and decode.  [default: 1 without --prefill]"),
+    ] = None
+    prefill: Annotated[int | None, typer.Option(min=1, help="Number of prefill engines. Needs --decode.")] = None
+    decode: Annotated[int | None, typer.Option(min=1, help="Number of decode engines. Needs --prefill.")] = None
     gateways: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Gateways that share the port.  [default: 1; 2 on a machine with a GPU and 8 cores or more]"
+            min=1, help="Number of gateways on the port.  [default: 1; 2 on a machine with a GPU and 8 cores or more]"
         ),
     ] = None
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the HTTP server.  [default: 8000]")] = None
     host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None
     model_id: Annotated[
-        str | None, typer.Option("--model-id", "--served-model-name", help="What clients call the model.")
+        str | None, typer.Option("--model-id", "--served-model-name", help="Model name that clients send.")
     ] = None
-    api_key: Annotated[list[str] | None, typer.Option(help="A key that clients must send. May be repeated.")] = None
+    api_key: Annotated[list[str] | None, typer.Option(help="API key that clients must send. May be repeated.")] = None
     allowed_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Origin of web pages that may call: http://localhost:3000, or '*'. May be repeated."),
+        typer.Option(help="Web origin allowed by CORS: http://localhost:3000, or '*'. May be repeated."),
     ] = None
-    config: Annotated[Path | None, typer.Option(help="A Serve config file to take the application from.")] = None
-    tp: Annotated[int | None, typer.Option(help="Devices of one engine (tensor parallelism).  [default: 1]")] = None
-    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks of one engine.  [default: 1]")] = None
-    ep: Annotated[bool, typer.Option("--ep", help="Spread experts over the devices.")] = False
+    config: Annotated[Path | None, typer.Option(help="Ray Serve config file that describes the application.")] = None
+    tp: Annotated[int | None, typer.Option(help="Tensor parallel size of each engine.  [default: 1]")] = None
+    dp: Annotated[int | None, typer.Option(help="Data parallel size of each engine.  [default: 1]")] = None
+    ep: Annotated[bool, typer.Option("--ep", help="Enable expert parallelism.")] = False
     address: Annotated[
-        str | None, typer.Option(help="A Ray cluster to join ('auto' finds the one on this machine).")
+        str | None, typer.Option(help="Address of the Ray cluster to join; 'auto' finds the one on this machine.")
     ] = None
 
 
@@ -60,28 +63,31 @@ class ServeOptions:
 class PlanOptions:
     """`baton plan`."""
 
-    file: Annotated[Path, typer.Argument(help="A Serve config file, or one with one application's args.")]
+    file: Annotated[Path, typer.Argument(help="Ray Serve config file, or a file with the args of one application.")]
     model: Annotated[
         str | None,
-        typer.Option(help="A folder with the model's config.json, or a name of the Hub, in place of the file's."),
+        typer.Option(
+            help="Model to plan for instead of the file's: a folder with config.json, or a Hugging Face name."
+        ),
     ] = None
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines.  [default: as many as it takes]")] = None
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of one machine; 0: none.")] = 8
-    gpu_memory: Annotated[float, typer.Option(min=1, max=MOST_GB, help="Memory of one GPU, in GB.")] = 80.0
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.  [default: as many as needed]")] = None
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs in each node; 0: none.")] = 8
+    gpu_memory: Annotated[float, typer.Option(min=1, max=MOST_GB, help="Memory of each GPU, in GB.")] = 80.0
     fp8: Annotated[
-        bool, typer.Option(help="GPUs have FP8 tensor cores (Ada, Hopper and later), else weights of 8 bits take 16.")
+        bool,
+        typer.Option(help="Whether the GPUs have FP8 tensor cores (Ada or later); without, FP8 weights take 16 bits."),
     ] = True
     memory: Annotated[
         float | None,
-        typer.Option(min=1, max=MOST_GB, help="Memory of one machine beside its GPUs', in GB.  [default: enough]"),
+        typer.Option(min=1, max=MOST_GB, help="Host memory of each node, in GB.  [default: enough]"),
     ] = None
     disk: Annotated[
         float | None,
-        typer.Option(min=1, max=MOST_GB, help="Disk for KV tiers of one machine, in GB.  [default: enough]"),
+        typer.Option(min=1, max=MOST_GB, help="Disk space for KV tiers on each node, in GB.  [default: enough]"),
     ] = None
-    load: Annotated[float, typer.Option(min=0, max=1e9, help="Requests a second that are to be served.")] = 1.0
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of one request.")] = 1024
-    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of one request.")] = 256
+    load: Annotated[float, typer.Option(min=0, max=1e9, help="Expected requests per second.")] = 1.0
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens per request.")] = 1024
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens per request.")] = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +117,15 @@ class DraftsOptions:
     """`baton bench drafts`."""
 
     batch_size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated.  [default: 1, 8]")
+        list[int] | None, typer.Option(min=1, help="Number of concurrent requests; may be repeated.  [default: 1, 8]")
     ] = None
     input_len: Count = 512
     output_len: Count = 128
-    num_drafts: Annotated[int, typer.Option(min=1, help="Drafts of a request in a step, at most.")] = 3
-    acceptance: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of guesses that are right.")] = 0.8
+    num_drafts: Annotated[int, typer.Option(min=1, help="Maximum number of draft tokens per request and step.")] = 3
+    acceptance: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of draft tokens that are right.")] = 0.8
     edit_every: Annotated[
         int | None,
-        typer.Option(min=2, help="`suffix` guesses from a prediction of which one token in so many is wrong."),
+        typer.Option(min=2, help="Draft with `suffix` from a prediction in which one of every N tokens is wrong."),
     ] = None
     seed: int = 0
 
@@ -129,35 +135,39 @@ class TransferOptions:
     """`baton bench kv`."""
 
     model: Annotated[
-        Path | None, typer.Argument(help="A folder with config.json, for the size of blocks; without it, 1.8 MB each.")
+        Path | None,
+        typer.Argument(help="Folder with config.json, which determines the block size; without it, 1.8 MB."),
     ] = None
-    input_len: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt; may be repeated.")] = None
-    in_flight: Annotated[list[int] | None, typer.Option(min=1, help="Prompts at once; may be repeated.")] = None
+    input_len: Annotated[list[int] | None, typer.Option(min=1, help="Prompt tokens; may be repeated.")] = None
+    in_flight: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of concurrent hand-offs; may be repeated.")
+    ] = None
     run_blocks: Annotated[
-        int, typer.Option(min=1, help="Blocks that lie side by side; 1: each elsewhere, the worst case.")
+        int, typer.Option(min=1, help="Length of each run of contiguous blocks; 1: all scattered, the worst case.")
     ] = 1
-    prefill_tp: Annotated[int, typer.Option(min=1, help="Ranks that hold the blocks, each its KV heads.")] = 1
-    decode_tp: Annotated[int, typer.Option(min=1, help="Ranks that read them.")] = 1
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the side that holds the blocks.")] = 1
+    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the side that reads them.")] = 1
     device: Annotated[str, typer.Option(help="'cpu' or 'cuda'.")] = "cpu"
-    stages: Annotated[bool, typer.Option(help="Also show when each step of a hand-off is done, in microseconds.")] = (
-        False
-    )
+    stages: Annotated[bool, typer.Option(help="Also show when each stage of a hand-off ends, in microseconds.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoscaleOptions:
     """`baton bench autoscale`."""
 
-    trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; else tides and bursts.")] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Trace in Mooncake's JSON lines format; without it, synthetic load with tides and bursts."),
+    ] = None
     num_prompts: Count = 3000
-    request_rate: Annotated[float, typer.Option(min=0.001, help="Mean requests a second.")] = 5.0
-    input_len: Annotated[int, typer.Option(min=4, help="Mean tokens of a prompt.")] = 1536
+    request_rate: Annotated[float, typer.Option(min=0.001, help="Mean requests per second.")] = 5.0
+    input_len: Annotated[int, typer.Option(min=4, help="Mean prompt tokens.")] = 1536
     output_len: Count = 128
-    max_replicas: Annotated[int, typer.Option(min=1, help="Groups of each fleet, at most.")] = 4
-    start: Annotated[float, typer.Option(min=0, help="Seconds that a group takes to start.")] = 20.0
-    ttft: Annotated[float, typer.Option(min=0.001, help="Target for the first token, in seconds.")] = 2.0
-    inter_token: Annotated[float, typer.Option(min=0.001, help="Target between tokens, in seconds.")] = 0.05
-    downscale_delay: Annotated[float, typer.Option(min=0, help="Seconds before a fleet shrinks.")] = 60.0
+    max_replicas: Annotated[int, typer.Option(min=1, help="Maximum number of engine groups in each fleet.")] = 4
+    start: Annotated[float, typer.Option(min=0, help="Seconds that an engine group takes to start.")] = 20.0
+    ttft: Annotated[float, typer.Option(min=0.001, help="Target time to first token, in seconds.")] = 2.0
+    inter_token: Annotated[float, typer.Option(min=0.001, help="Target inter-token latency, in seconds.")] = 0.05
+    downscale_delay: Annotated[float, typer.Option(min=0, help="Seconds of low load before a fleet shrinks.")] = 60.0
     seed: int = 0
 
 
@@ -165,33 +175,30 @@ class AutoscaleOptions:
 class RouterOptions:
     """`baton bench router`."""
 
-    unified: Annotated[int, typer.Option(min=0, help="Unified engines.")] = 16
+    unified: Annotated[int, typer.Option(min=0, help="Number of unified engines.")] = 16
     prefill: Annotated[
-        int, typer.Option(min=0, help="Prefill engines; with --decode, in the place of unified ones.")
+        int, typer.Option(min=0, help="Number of prefill engines; with --decode, in place of unified engines.")
     ] = 0
-    decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 0
+    decode: Annotated[int, typer.Option(min=0, help="Number of decode engines.")] = 0
     gateways: Count = 4
-    num_blocks: Annotated[int, typer.Option(min=1, help="KV blocks of each engine.")] = 8192
-    host_blocks: Annotated[
-        int, typer.Option(min=0, help="Blocks that the host's memory has room for behind each engine's own.")
-    ] = 0
-    disk_blocks: Annotated[int, typer.Option(min=0, help="Blocks that the disk has room for.")] = 0
+    num_blocks: Annotated[int, typer.Option(min=1, help="KV blocks in each engine.")] = 8192
+    host_blocks: Annotated[int, typer.Option(min=0, help="Blocks in each engine's host memory tier.")] = 0
+    disk_blocks: Annotated[int, typer.Option(min=0, help="Blocks in each engine's disk tier.")] = 0
     link_gb_per_s: Annotated[
-        float, typer.Option(min=1e-3, help="GB/s of the link of each engine, for hand-offs of an 8B model's KV.")
+        float,
+        typer.Option(min=1e-3, help="Bandwidth of each engine's link in GB/s, for hand-offs of an 8B model's KV."),
     ] = 131.0
-    slow_times: Annotated[float, typer.Option(min=1, help="How many times as long the first engine's steps take.")] = (
-        1.0
-    )
-    slow_from: Annotated[float, typer.Option(min=0, help="Seconds after which it becomes slow.")] = 0.0
-    slow_until: Annotated[float, typer.Option(min=0, help="Seconds after which it is as fast as the others again.")] = (
-        math.inf
-    )
-    trace: Annotated[Path | None, typer.Option(help="JSON lines in Mooncake's format; else random requests.")] = None
+    slow_times: Annotated[float, typer.Option(min=1, help="Factor by which the first engine is slowed down.")] = 1.0
+    slow_from: Annotated[float, typer.Option(min=0, help="Second at which the slowdown starts.")] = 0.0
+    slow_until: Annotated[float, typer.Option(min=0, help="Second at which the slowdown ends.")] = math.inf
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace in Mooncake's JSON lines format; without it, random requests.")
+    ] = None
     num_prompts: Count = 4000
-    request_rate: Annotated[float, typer.Option(min=0.001, help="Requests a second.")] = 48.0
-    input_len: Annotated[int, typer.Option(min=4, help="Mean tokens of a prompt.")] = 4096
+    request_rate: Annotated[float, typer.Option(min=0.001, help="Requests per second.")] = 48.0
+    input_len: Annotated[int, typer.Option(min=4, help="Mean prompt tokens.")] = 4096
     output_len: Count = 64
     policies: Annotated[
-        list[str] | None, typer.Option("--policy", help="Policy to run; may be repeated. By default all.")
+        list[str] | None, typer.Option("--policy", help="Routing policy to simulate; may be repeated. Default: all.")
     ] = None
     seed: int = 0

@@ -109,7 +109,7 @@ class EngineReplica:
                 stalled_s = timeout_s
             except ray.exceptions.RayActorError:
                 return  # `_watch_workers` reports what happened
-        await self._end_group(f"has stood still for {stalled_s:.0f} s (step_timeout_s is {timeout_s:g})")
+        await self._end_group(f"has made no progress for {stalled_s:.0f} s (step_timeout_s is {timeout_s:g})")
 
     async def _report(self) -> None:
         """Report the engines' pulses to the autoscaler."""
@@ -196,7 +196,7 @@ class EngineReplica:
             await self._directory.call(method, self._group.group_id, self._group.epoch, *args)
         except ray.exceptions.RayError as error:
             logger.warning(
-                "the directory did not hear %s of %s: %s", method, self._group.group_id, type(error).__name__
+                "the call %s for %s did not reach the directory: %s", method, self._group.group_id, type(error).__name__
             )
             return False
         return True
@@ -211,7 +211,7 @@ class EngineReplica:
         if not self._end:
             self._leaving = asyncio.create_task(self._drain())
             await asyncio.wait([self._leaving])
-            self._end = self._end or f"engine group {self._group.group_id}: ended in order"
+            self._end = self._end or f"engine group {self._group.group_id}: ended normally"
         for task in self._tasks:
             task.cancel()
         await self._leave()
@@ -226,5 +226,5 @@ def check_gpus(spec: FleetSpec, role: Role, bundle: Bundle) -> None:
     if spec.gpus_of(role, gpus) > bundle.get("GPU", 0.0):
         raise GroupCannotStart(
             f"this machine has {gpus:g} GPUs, of which none are reserved: the cluster had none when the application was"
-            f" deployed. Deploy it again, or say it: fleets.{role}.num_gpus: 1, or engine.device: cpu"
+            f" deployed. Deploy it again, or set fleets.{role}.num_gpus: 1, or engine.device: cpu"
         )

@@ -34,7 +34,7 @@ from .status_publisher import StatusPublisher, StatusSource
 
 logger = logging.getLogger(__name__)
 
-LEAVING = EngineError(ErrorKind.LEAVING, "The engine ends: the request goes on elsewhere.")
+LEAVING = EngineError(ErrorKind.LEAVING, "The engine is shutting down: the request continues in another one.")
 
 
 class ServedEngine(StatusSource, Protocol):
@@ -314,7 +314,7 @@ def _brings_work(request: EngineRequest) -> bool:
 def _full(stats: EngineStats, queue: QueueBound) -> EngineError:
     requests, tokens = pluralize(stats.num_requests_waiting, "request"), pluralize(stats.num_waiting_tokens, "token")
     message = (
-        f"What waits in this engine: {requests}, with {tokens} to compute. "
+        f"The queue of this engine is full: {requests} waiting, with {tokens} to compute. "
         f"gateway.queue_limits are {queue.requests} and {queue.tokens}."
     )
     return EngineError(ErrorKind.OVERLOADED, message)

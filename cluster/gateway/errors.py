@@ -173,8 +173,8 @@ def unknown_request(message: str) -> ApiError:
 def priority_not_allowed(asked: int, least: int) -> ApiError:
     """Refuse a priority that the client's key or the settings do not allow."""
     message = (
-        f"'priority' must be {least} or more, not {asked}: lower is served sooner. Which requests may ask for less the "
-        "operator says, by gateway.min_priority or by the API key (min_priority=N in its line of api_keys_file)."
+        f"'priority' must be {least} or more, not {asked}: lower is served sooner. The operator sets the lowest "
+        "allowed priority, with gateway.min_priority or for an API key (min_priority=N in its line of api_keys_file)."
     )
     return bad_request("priority", message, "priority_not_allowed")
 
@@ -229,8 +229,8 @@ def too_expensive(reason: str) -> ApiError:
 def memory_full(limit_bytes: int, retry_after_s: float) -> ApiError:
     """Refuse a request whose body, prompt or answer exceeds the memory that all requests share."""
     message = (
-        f"The requests of this gateway hold all of the {limit_bytes} bytes that they may have together, or large "
-        f"bodies and answers their part of them. Try again in {retry_after_s:g} s."
+        f"Requests in this gateway use all of the {limit_bytes} bytes that they share, or the part of them that is for "
+        f"large bodies and answers. Try again in {retry_after_s:g} s."
     )
     return _unavailable(message, "memory_full", retry_after_s)
 
@@ -246,12 +246,12 @@ def answer_too_large(limit_bytes: int) -> ApiError:
 
 def readers_full(retry_after_s: float) -> ApiError:
     """Refuse a large body because too many others wait to be read."""
-    message = f"As many large bodies as may wait to be read wait already. Try again in {retry_after_s:g} s."
+    message = f"Too many large request bodies are waiting to be read. Try again in {retry_after_s:g} s."
     return _unavailable(message, "readers_full", retry_after_s)
 
 
 def engines_full(retry_after_s: float, detail: str = "") -> ApiError:
-    message = f"As many requests as may wait for engines wait already. Try again in {retry_after_s:g} s."
+    message = f"Too many requests are waiting for engines. Try again in {retry_after_s:g} s."
     return _unavailable(message, "engines_full", retry_after_s, detail)
 
 
@@ -261,11 +261,11 @@ def no_retries_left(message: str, retry_after_s: float, detail: str = "") -> Api
 
 def draining() -> ApiError:
     """Return the error with which health checks learn that this gateway is about to end."""
-    return ApiError(503, "This gateway is about to end: send requests elsewhere.", type="service_unavailable")
+    return ApiError(503, "This gateway is shutting down: send requests elsewhere.", type="service_unavailable")
 
 
 def too_many_connections() -> ApiError:
-    message = "This gateway has as many connections open as it may have. Try again in 1 s."
+    message = "This gateway has reached its limit of open connections. Try again in 1 s."
     return _unavailable(message, "too_many_connections", 1.0)
 
 
@@ -299,8 +299,7 @@ def invalid_api_key() -> ApiError:
 def not_admin() -> ApiError:
     """Refuse an operator's route to a client without the right `admin`."""
     message = (
-        "This route is for API keys with the right 'admin': 'admin' stands behind such a key in the gateways' "
-        "api_keys_file."
+        "This route is for API keys with the right 'admin': write 'admin' after the key in the gateways' api_keys_file."
     )
     return ApiError(403, message, type="permission_error", code="not_admin")
 

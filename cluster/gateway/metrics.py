@@ -103,7 +103,7 @@ class GatewayMetrics:
             self.stream_errors.labels(status)
         self.responses = counter("http_responses_total", "Responses by route and status.", ["route", "status"])
         self.inflight = Gauge("baton_gateway_requests_inflight", "Generation requests in progress.", registry=registry)
-        help = "1 while `user_config` has settings that this gateway refused: those of before hold."
+        help = "1 while `user_config` has settings that this gateway refused: the previous ones stay in effect."
         self.settings_refused = Gauge("baton_gateway_settings_refused", help, registry=registry)
         self.unplaced = Gauge("baton_gateway_requests_unplaced", "Choices that wait for an engine.", registry=registry)
         self._bodies = counter("large_bodies_total", "Bodies read in a process of their own, by outcome.", ["outcome"])

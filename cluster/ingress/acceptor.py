@@ -103,7 +103,7 @@ class Acceptor:
         try:
             await self._loop.connect_accepted_socket(self._protocol, connection)
         except OSError as error:  # the client has closed it meanwhile
-            logger.debug("a connection broke when it had been accepted: %s", error)
+            logger.debug("a connection broke right after it was accepted: %s", error)
             connection.close()
 
     def _wait(self) -> None:

@@ -205,7 +205,7 @@ class GatewayController:
         except InvalidSpec as error:
             if not self._tasks:
                 raise
-            logger.error("new settings were refused, and those of before hold: %s", error)
+            logger.error("new settings were refused, the previous ones stay in effect: %s", error)
             for gateway in self._gateways.values():  # so that the refusal shows in their metrics, too
                 with contextlib.suppress(ray.exceptions.RayError):
                     await gateway.actor.reconfigure.remote(user_config)
@@ -307,7 +307,7 @@ class GatewayController:
         try:
             await asyncio.wait_for(gateway.actor.reconfigure.remote(user_config), START_S)
         except (TimeoutError, ray.exceptions.RayError) as error:
-            logger.warning("%s has not taken new settings: %s", gateway.record.identity, type(error).__name__)
+            logger.warning("%s has not applied the new settings: %s", gateway.record.identity, type(error).__name__)
         else:
             gateway.user_config = user_config
 

@@ -235,11 +235,11 @@ class GatewayServer:
                 if kept := [
                     name for name, value in spec.gateway.fixed.items() if value != self._spec.gateway.fixed[name]
                 ]:
-                    raise MustRestart(f"gateways start anew for another {', '.join(kept)}")
+                    raise MustRestart(f"gateways must restart to change {', '.join(kept)}")
                 self._apply(spec)
             except (InvalidSpec, InvalidKeys) as error:
                 self._metrics.settings_refused.set(1)
-                logger.error("new settings were refused, and those of before hold: %s", error)
+                logger.error("new settings were refused, the previous ones stay in effect: %s", error)
             else:
                 self._metrics.settings_refused.set(0)
 
@@ -253,7 +253,7 @@ class GatewayServer:
             raise_descriptor_limit(settings.max_inflight_requests)  # warns if fewer connections are possible
         self.record = msgspec.structs.replace(self.record, scaling=spec.scale_plan)
         if spec.gateway != self._spec.gateway or spec.autoscaling != self._spec.autoscaling:
-            logger.info("new settings hold: %s", ", ".join(_changed(self._spec, spec)))
+            logger.info("new settings are in effect: %s", ", ".join(_changed(self._spec, spec)))
         self._spec = spec
 
     def check(self) -> None:

@@ -110,7 +110,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self._send_refusal(self._refusal)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, f"This is no HTTP/1.1 request. {msg}"))
+        self._refuse(ApiError(400, f"This is not an HTTP/1.1 request. {msg}"))
 
     def shutdown(self) -> None:
         """Close with the server. A request that has begun may still arrive, as may the first request of a new

@@ -146,7 +146,7 @@ class Directory:
         """
         if self._members.remove(name, epoch):
             level = logging.WARNING if why else logging.INFO
-            logger.log(level, "%s is gone: it says so itself%s", name, f": {why}" if why else "")
+            logger.log(level, "%s has left%s", name, f": {why}" if why else "")
             self._announce()
 
     async def drain(self, group_id: str, epoch: int, draining: bool) -> None:

@@ -205,9 +205,8 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
     if longest == 0:
         raise InvalidEngineConfig(
             setting,
-            f"leaves no room for KV blocks: weights take {weights / GB:.1f} GB, a step some {step / GB:.1f} GB; divide "
-            "the model (tensor_parallel_size), let a step have fewer tokens (max_num_batched_tokens), or take larger "
-            "devices",
+            f"leaves no room for KV blocks: weights take {weights / GB:.1f} GB, a step some {step / GB:.1f} GB; raise "
+            "tensor_parallel_size, lower max_num_batched_tokens, or use devices with more memory",
         )
     if max_model_len < model.max_model_len:
         what = f"for {max_model_len} tokens, a sequence may have {model.max_model_len}"

@@ -286,7 +286,7 @@ def _check(fleets: SimulatedFleets, policies: Collection[str]) -> None:
         raise InvalidSimulation("no engine was asked for")
     if unknown := sorted(set(policies) - _policies(fleets).keys()):
         of_tiers = f"; with tiers {', '.join(OF_TIERS)}" if not fleets.num_tier_blocks else ""
-        raise InvalidSimulation(f"{unknown[0]!r} is no policy: there are {', '.join(_policies(fleets))}{of_tiers}")
+        raise InvalidSimulation(f"{unknown[0]!r} is not a policy; choose from {', '.join(_policies(fleets))}{of_tiers}")
 
 
 def _policies(fleets: SimulatedFleets) -> Mapping[str, PolicyMaker]:

@@ -71,8 +71,8 @@ class FleetSpec(StrictModel):
             raise ValueError("autoscaling: no fleet has min_replicas and max_replicas, so there is nothing to scale")
         if Role.UNIFIED in scaled and len(self.fleets.present) > 1:
             raise ValueError(
-                "fleets.unified: beside prefill and decode engines its number is fixed, since it cannot be told which "
-                "of them requests need more of; leave min_replicas and max_replicas out"
+                "fleets.unified: its number is fixed if there are prefill and decode engines, too, since the "
+                "autoscaler cannot tell which of them are short; leave min_replicas and max_replicas out"
             )
         sleeping = [
             role for role in scaled if role.writes_answers and self.fleets.present[role].bounds.min_replicas == 0
@@ -109,9 +109,9 @@ class FleetSpec(StrictModel):
             ours, theirs = first.kept_for_guesses, config.kept_for_guesses
             if ours != theirs:
                 raise ValueError(
-                    f"speculative_config guesses by {ours or 'no model'} for {first_role} and by "
-                    f"{theirs or 'no model'} for {role}: what it keeps of a sequence is handed over with it, so it "
-                    "must be the same in all fleets; set it once, under the top-level `engine`"
+                    f"speculative_config drafts with {ours or 'no model'} for {first_role} and with "
+                    f"{theirs or 'no model'} for {role}: the drafter's KV is part of a hand-off, so it must be the "
+                    "same in all fleets; set it once, under the top-level `engine`"
                 )
         return self
 

@@ -55,7 +55,7 @@ def with_deployments(args: Mapping[str, Any], deployments: Sequence[Mapping[str,
         where = f"deployments.{index}"
         name = _name_of(where, given, args)
         if name in seen:
-            raise InvalidSpec(f"{where}.name: {name!r} is there twice")
+            raise InvalidSpec(f"{where}.name: {name!r} is given twice")
         seen.add(name)
         allowed = GATEWAY_OPTIONS if name == GATEWAY else (SIZE,)
         for option in given.keys() - {"name", *allowed}:

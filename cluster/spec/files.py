@@ -79,7 +79,7 @@ def find_model_folder(model: str) -> Path:
             return folder
     looked_at = " and ".join(str(folder) for folder in candidates)
     raise InvalidSpec(
-        f"model: {model!r} is no model folder: there is no config.json in {looked_at}. Give one that has it; for"
+        f"model: {model!r} is not a model folder: there is no config.json in {looked_at}. Give one that has it; for"
         " `baton plan` that file is enough (--model FOLDER, as those in configs/models). Models of the Hub have names"
         " such as Qwen/Qwen3-0.6B"
     )
@@ -180,13 +180,13 @@ def read_mapping(path: Path) -> dict[str, Any]:
         content = read_yaml(path.read_text())
     except (FileNotFoundError, IsADirectoryError) as error:  # perhaps a model's name or folder was given
         raise InvalidSpec(
-            f"cannot be read: {error.strerror}. A config file is wanted, such as those of configs/serve; a model is "
-            "named within it, or in its place by --model of `baton plan`"
+            f"cannot be read: {error.strerror}. Give a config file, such as those in configs/serve; it names "
+            "the model, or --model of `baton plan` does"
         ) from None
     except OSError as error:
         raise InvalidSpec(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise InvalidSpec("is no text in UTF-8") from None
+        raise InvalidSpec("is not UTF-8 text") from None
     if not isinstance(content, dict):
         raise InvalidSpec(
             "must hold a mapping: a Serve config with `applications`, or the arguments of one application"
@@ -255,7 +255,7 @@ def _tcp_only(content: Mapping[str, Any]) -> str:
 
 MOST_VALUES = 1_000_000  # of a file, counting an anchor wherever it is used
 MOST_LEVELS = 200
-TOO_DEEP = "is no YAML that can be read: it is nested too deeply"
+TOO_DEEP = "cannot be read as YAML: it is nested too deeply"
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
                     raise yaml.composer.ComposerError(
-                        None, None, f"the key {key.value!r} is there twice", key.start_mark
+                        None, None, f"the key {key.value!r} is given twice", key.start_mark
                     )
                 seen.add((key.tag, key.value))
         return node
@@ -297,13 +297,13 @@ def read_yaml(text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise InvalidSpec(f"is no YAML: {where}{error.problem or error.context}") from None
+        raise InvalidSpec(f"is not valid YAML: {where}{error.problem or error.context}") from None
     except RecursionError:
         raise InvalidSpec(TOO_DEEP) from None
     except (yaml.YAMLError, ValueError) as error:  # a character that YAML forbids, or an invalid date or number
         if isinstance(error, InvalidSpec):
             raise
-        raise InvalidSpec(f"is no YAML: {' '.join(str(error).split())}") from None
+        raise InvalidSpec(f"is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _check_extent(root: yaml.Node) -> None:
@@ -317,7 +317,7 @@ def _check_extent(root: yaml.Node) -> None:
 
     def extent_of(node: yaml.Node) -> _Extent:
         if id(node) in open_nodes:
-            raise InvalidSpec(f"is no YAML that can be read: {_line(node)}: an anchor holds itself")
+            raise InvalidSpec(f"cannot be read as YAML: {_line(node)}: an anchor contains itself")
         if id(node) not in extents:
             open_nodes.add(id(node))
             below = [extent_of(part) for part in _parts(node)]
@@ -326,7 +326,7 @@ def _check_extent(root: yaml.Node) -> None:
             levels = 1 + max((part.levels for part in below), default=0)
             if values > MOST_VALUES:
                 raise InvalidSpec(
-                    f"is no YAML that can be read: {_line(node)}: its anchors stand for more than {MOST_VALUES} values"
+                    f"cannot be read as YAML: {_line(node)}: its anchors stand for more than {MOST_VALUES} values"
                 )
             if levels > MOST_LEVELS:
                 raise InvalidSpec(TOO_DEEP)

@@ -127,4 +127,4 @@ class BlockLog:
 def _check_names(*packed: bytes) -> None:
     for names in packed:
         if len(names) % NAME_BYTES:
-            raise ValueError(f"{len(names)} bytes are no names of blocks: those have {NAME_BYTES} bytes each")
+            raise ValueError(f"{len(names)} bytes are not names of blocks, which have {NAME_BYTES} bytes each")

@@ -107,7 +107,7 @@ class EngineCore:
         Raises `ValueError` if the engine runs without speculation.
         """
         if self.scheduler.drafting is None:
-            raise ValueError("the engine does not guess tokens: give it a speculative_config")
+            raise ValueError("the engine drafts no tokens: give it a speculative_config")
         self.scheduler.drafting.drafter = drafter
 
     def has_work(self) -> bool:

@@ -26,7 +26,9 @@ def read_eagle3(path: Path, model: ModelConfig) -> ModelConfig:
     keys = Keys("config.json", folder.config)
     given = keys.values.get("architectures")
     if not isinstance(given, list) or not any(name in ARCHITECTURES for name in given):
-        raise UnsupportedModel(f"config.json: architectures {given} are no EAGLE-3 head; it is one of {ARCHITECTURES}")
+        raise UnsupportedModel(
+            f"config.json: architectures {given} are not an EAGLE-3 head; supported are {ARCHITECTURES}"
+        )
     _check(keys, model)
     num_heads = keys.integer("num_attention_heads")
     rope = read_rope(keys.values, keys.integer("max_position_embeddings", model.max_model_len))

@@ -109,7 +109,7 @@ def model_folder(
     text = _download(model, TEXT_FILES, revision, download_dir)
     if not (text / "config.json").is_file():
         raise ModelNotFetched(
-            f"{model} has no config.json, so it is no model that Baton can read; it holds {_held(model, text)}"
+            f"{model} has no config.json, so Baton cannot read it as a model; it holds {_held(model, text)}"
         )
     if files is Files.ALL:
         _fetch_weights(model, text, download_dir, progress)

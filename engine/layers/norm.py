@@ -148,5 +148,5 @@ class ResidualStream:
 
     def keep(self, wanted: Tensor) -> None:
         """Drop all tokens but the `wanted` ones [R]. Must be called after `read`."""
-        assert self._last is None, "what waits has to be added first"
+        assert self._last is None, "call `read` before `keep`: an addition is pending"
         self._sum = rows_at(self._sum, wanted)

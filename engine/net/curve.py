@@ -35,7 +35,7 @@ class ClusterKey:
             self._public = zmq.curve_public(secret)
         except (ValueError, TypeError, zmq.ZMQError) as error:
             raise InvalidClusterKey(
-                f"a cluster key is {KEY_BYTES} Z85 characters; got {len(secret)} bytes that are none"
+                f"a cluster key is {KEY_BYTES} Z85 characters; got {len(secret)} bytes that are not"
             ) from error
         self._secret = secret
 

@@ -49,7 +49,7 @@ def split_endpoint(given: str) -> tuple[str, int]:
     host, _, port = given.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     if not bare or not (port.isascii() and port.isdigit()) or host != endpoint(bare, port).rpartition(":")[0]:
-        raise ValueError(f"{given!r} is no host:port, such as 10.0.0.1:80 or [fd00::1]:80")
+        raise ValueError(f"{given!r} is not host:port, such as 10.0.0.1:80 or [fd00::1]:80")
     return bare, int(port)
 
 

@@ -117,7 +117,9 @@ class PromptReader:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidPrompt(f"{where} is no text: half a character is at {error.start}") from None
+            raise InvalidPrompt(
+                f"{where} is not valid text: half a surrogate pair at character {error.start}"
+            ) from None
         return self.tokenizer().encode(text, add_special_tokens)
 
 
@@ -159,7 +161,7 @@ def refuse_unsupported(call: str, given: Mapping[str, Any], known: Mapping[str, 
     """
     for name in given:
         if name not in known:
-            raise InvalidArgument(name, f"is no argument of {call}")
+            raise InvalidArgument(name, f"is not an argument of {call}")
     for name, message in refusals(given, known).items():
         raise InvalidArgument(name, message)
 

@@ -74,7 +74,9 @@ class TorchGroup(Group):
             if work is not None:  # None: it was launched in the current stream
                 work.wait()
         except RuntimeError as error:
-            raise CollectiveFailed(f"rank {self.rank} of {self.size} waits for others in vain: {error}") from error
+            raise CollectiveFailed(
+                f"rank {self.rank} of {self.size} failed while it waited for the other ranks: {error}"
+            ) from error
 
     def close(self) -> None:
         """Close the group. NCCL ends its kernels at once, but ends itself only when no captured step refers to it.

@@ -67,7 +67,7 @@ class PlanReceiver:
         try:
             return self._decode(message)
         except msgspec.DecodeError as error:
-            raise GroupFailed(f"rank {self._leader} sent what is no plan: {error}") from error
+            raise GroupFailed(f"rank {self._leader} sent a plan that cannot be read: {error}") from error
 
     def close(self) -> None:
         """Close the connection. If the leader has not ended yet, it notices a loss."""

@@ -119,7 +119,7 @@ def _check_draft_model(model: ModelConfig, draft_model: ModelConfig) -> None:
     elif not _have_same_tokens(model, draft_model):
         reason = "its tokenizer.json has other tokens than the model's"
     if reason is not None:
-        raise InvalidEngineConfig("speculative_config.model", f"cannot guess for the model: {reason}")
+        raise InvalidEngineConfig("speculative_config.model", f"cannot draft for the model: {reason}")
 
 
 def _have_same_tokens(model: ModelConfig, draft_model: ModelConfig) -> bool:

@@ -50,7 +50,7 @@ class Abandoned(Exception):
     """Every request that asked for this grammar has ended."""
 
     def __init__(self) -> None:
-        super().__init__("nobody waits for this grammar any more")
+        super().__init__("no request waits for this grammar any more")
 
 
 def always() -> bool:
@@ -152,7 +152,9 @@ class GrammarCompiler:
             raise CompilesTooSlowly(f"takes longer than {limits.compile_s} s to compile: simplify it")
         if not is_wanted():
             raise Abandoned
-        cause = f"breaks its compiler, or needs more than {limits.memory_bytes >> 20} MiB to compile: simplify it"
+        cause = (
+            f"crashes the grammar compiler, or needs more than {limits.memory_bytes >> 20} MiB to compile: simplify it"
+        )
         raise GrammarRefused(cause)
 
 

@@ -57,11 +57,11 @@ def load_weights(model: Loadable, *, device: torch.device | str = "cpu", progres
     dtype: torch.dtype = getattr(torch, config.dtype)
     checkpoint, expanded = _choose_methods(model, device)
     if config.quantization is not None and not fp8.has_gpu_kernels(device):
-        logger.info("weights in 8 bits are multiplied out: no kernels take them on %s", device)
+        logger.info("FP8 weights are dequantized: there are no FP8 kernels for %s", device)
     if expanded:
         logger.warning(
-            "%d layers whose weights come in 8 bits are multiplied out, as no kernel takes their scales, or layers or "
-            "ranks would share a block of %d x %d values: %s",
+            "the FP8 weights of %d layers are dequantized: no kernel takes their scales, or several layers or ranks "
+            "would share a block of %d x %d values: %s",
             len(expanded),
             BLOCK,
             BLOCK,
@@ -134,8 +134,8 @@ def _warn_of_unread_head(model: Loadable, checkpoint: Checkpoint) -> None:
         return
     if not embedding.seems_equal(head):
         logger.warning(
-            "%s: lm_head.weight is not model.embed_tokens.weight, but goes unread: config.json says "
-            "tie_word_embeddings. Set it to false there if the checkpoint's own head is meant",
+            "%s: lm_head.weight differs from model.embed_tokens.weight, but is ignored, since config.json sets "
+            "tie_word_embeddings to true. Set it to false there to use lm_head.weight",
             checkpoint.folder,
         )
 

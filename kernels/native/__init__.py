@@ -61,7 +61,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         return _load()
     except NativeBuildError as error:
-        logger.warning("CPU kernels: the plain torch references serve, many times slower. %s", error)
+        logger.warning("CPU kernels are not available, so plain torch is used, many times slower: %s", error)
         return None
 
 

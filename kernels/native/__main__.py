@@ -10,7 +10,7 @@ def main() -> None:
     try:
         print(f"CPU kernels: {prepare()}")
     except NativeBuildError as error:
-        print(f"warning: CPU kernels: the plain torch references will serve, many times slower. {error}")
+        print(f"warning: CPU kernels are not available, so plain torch will be used, many times slower: {error}")
 
 
 if __name__ == "__main__":

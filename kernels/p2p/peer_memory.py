@@ -146,7 +146,7 @@ class PeerMapping:
             try:
                 memory.free()
             except DriverError as error:  # the device has failed, or is shut down with the process
-                logger.debug("memory of rank %d of %d is not given back: %s", self._rank, self._size, error)
+                logger.debug("memory of rank %d of %d is not freed: %s", self._rank, self._size, error)
         self._memory.clear()
 
     def _allocate(self) -> str:
@@ -171,7 +171,7 @@ class PeerMapping:
         own = self._memory[self._rank]
         for rank in range(self._size):
             if own.read(self._checks_at + rank * _CHECK_BYTES, _CHECK_BYTES) != self._check_value(rank, self._rank):
-                raise DriverError(f"what rank {rank} wrote to its memory did not arrive")
+                raise DriverError(f"the test value that rank {rank} wrote to peer memory did not arrive")
         return ""
 
     def _check_value(self, writer: int, reader: int) -> bytes:

@@ -135,12 +135,12 @@ class RemoteRank:
                     logger.warning("rank %d cannot reach a peer's memory: %s", self.rank, report.reason)
             case ReadReport():
                 if report.read not in self._reads:
-                    raise RankLost(f"rank {self.rank} reports of a read that it was not asked for")
+                    raise RankLost(f"rank {self.rank} reports a read that it was not asked for")
                 self._reads[report.read] = report
                 self.num_bytes, self.num_descriptors = report.num_bytes, report.num_descriptors
             case CheckReport():
                 if report.check not in self._checks:
-                    raise RankLost(f"rank {self.rank} reports of digests that it was not asked for")
+                    raise RankLost(f"rank {self.rank} reports digests that it was not asked for")
                 self._checks[report.check] = report
 
 
@@ -311,14 +311,14 @@ def _checked_metadata(ranks: Sequence[RankMemory]) -> bytes:
 def _check(rank: int, details: ReadDetails, own: RankReader, size: int) -> None:
     """Raise `TransportError` if a rank's blocks or transport do not fit rank 0's."""
     if details.staged != own.staged:
-        ways = {False: "its blocks themselves", True: "the host's memory, as its blocks cannot be registered"}
+        ways = {False: "its KV cache directly", True: "a buffer in host memory, as its KV cache cannot be registered"}
         raise TransportError(
-            f"rank {rank} hands over by way of {ways[details.staged]}, rank 0 by way of {ways[own.staged]}:"
+            f"rank {rank} hands over from {ways[details.staged]}, rank 0 from {ways[own.staged]}:"
             " set transfer.buffer to 'host', or to 'device' and make all memory registrable"
         )
     ours, theirs = (own.region.num_blocks, own.transport_name), (details.num_blocks, details.transport)
     if ours != theirs:
-        raise TransportError(f"rank {rank} keeps other blocks (number, transport) {theirs} than rank 0 {ours}")
+        raise TransportError(f"rank {rank} keeps other blocks than rank 0: number and transport {theirs}, not {ours}")
     _check_heads(rank, details.memory.heads, own, size)
 
 

@@ -102,7 +102,8 @@ class CopyHandler:
         for block, slot in pairs:
             if block >= self._num_blocks or slot >= self._num_slots:
                 raise MalformedMessage(
-                    f"block {block} of {self._num_blocks}, slot {slot} of {self._num_slots}: there is no such"
+                    f"block {block} or slot {slot} does not exist: "
+                    f"this rank has {self._num_blocks} blocks and {self._num_slots} slots"
                 )
         return pairs
 

@@ -63,7 +63,7 @@ def open_connector(
     except NotRegistrable as error:
         if settings.buffer == "device":
             raise
-        logger.warning("blocks go by way of the host's memory, which takes longer: %s", error)
+        logger.warning("hand-offs use a buffer in host memory, which is slower: %s", error)
         return HostBufferConnector(region, settings=settings, copy_socket=copy_socket, **arguments)
     if copy_socket is not None:
         copy_socket.close()

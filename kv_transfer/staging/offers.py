@@ -94,7 +94,7 @@ class StagedOffers:
             f" {num_blocks}: raise transfer.buffer_bytes"
         )
         if self.num_refused == 1:
-            logger.warning("a prompt is not on offer: %s; further ones are only counted", reason)
+            logger.warning("the blocks of a prompt are not offered: %s; further cases are only counted", reason)
         inner = self._inner.offer_growing(request_id, generation, range(num_blocks), num_tokens)
         self._inner.withdraw(inner.transfer_id)
         ticket = msgspec.structs.replace(Ticket.decode(inner.ticket), refusal=reason)

@@ -141,7 +141,7 @@ class TierStore(IndexedTiers):
             self._work.notify()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.warning("the KV tiers are in a copy that does not end: their thread is left alone")
+            logger.warning("a copy of the KV tiers does not end: their thread is left running")
 
     def _enqueue(self, queue: collections.deque[_Job | _Uses], moves: list[Move], *, is_restore: bool) -> CopyId:
         job = _Job(next(self._ids), moves, is_restore)
@@ -258,7 +258,7 @@ def _open_indexes(mover: TierMover, division: TierDivision) -> list[TierIndex]:
             TierIndex(num_host, num_disk, kept, first_host_slot=first_host[number], first_disk_slot=first_disk[number])
         )
         logger.info(
-            "KV tiers%s: %d blocks in memory, %d on disk, of which %d are there from before",
+            "KV tiers%s: %d blocks in memory, %d on disk, of which %d are kept from an earlier run",
             f" of {group.name}" if group.name else "",
             num_host,
             num_disk,

@@ -247,7 +247,9 @@ class CudaIpcTransport:
     def _judge_probe(self, peer: _Peer) -> None:
         peer.tables.clear()
         if bytes(peer.nonce.tolist()) != peer.metadata.nonce:
-            logger.warning("the memory mapped for %s is not its own: it is read another way", peer.metadata.name)
+            logger.warning(
+                "the memory mapped through CUDA IPC is not that of %s: CUDA IPC is not used for it", peer.metadata.name
+            )
             peer.state = PeerState.BROKEN
             return
         before, between, behind = peer.probe_events

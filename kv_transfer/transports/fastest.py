@@ -191,7 +191,7 @@ class FastestTransport:
         try:
             handle = other.transport.read(other.peer, entry.ranges)
         except TransportError as error:
-            logger.warning("%s: nor can it be read over %s: %s", entry.peer.name, other.transport.name, error)
+            logger.warning("%s cannot be read over %s either: %s", entry.peer.name, other.transport.name, error)
             return False
         self._note_fallback(entry.peer, entry.route, other, "the read failed")
         entry.letting_go.append((entry.route.transport, entry.handle))
@@ -204,7 +204,9 @@ class FastestTransport:
 
     def _note_fallback(self, peer: _Peer, route: _Route, other: _Route, reason: str) -> None:
         self.num_fallbacks += 1
-        logger.warning("%s: over %s instead of %s: %s", peer.name, other.transport.name, route.transport.name, reason)
+        logger.warning(
+            "%s is now read over %s instead of %s: %s", peer.name, other.transport.name, route.transport.name, reason
+        )
 
     def _lane_of(self, peer: _Peer) -> Lane | None:
         route = peer.best()
@@ -219,7 +221,7 @@ class FastestTransport:
         if lane is None:
             return
         if lane.is_slow:
-            logger.warning("GPU memory of %s travels slowly, probably through TCP: %s", peer.name, rates)
+            logger.warning("GPU memory of %s is read slowly, probably through TCP: %s", peer.name, rates)
         else:
             logger.info("memory of %s is read over %s (%s)", peer.name, lane.transport, rates)
 

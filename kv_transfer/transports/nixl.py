@@ -210,7 +210,7 @@ class NixlTransport:
             self.remove_peer(peer)
         running = len(self._reads) + len(self._lingering)
         if running:
-            logger.warning("%d reads still run: the NIXL agent is left alone", running)
+            logger.warning("%d reads still run: the NIXL agent is not closed", running)
             _abandoned.append(self)
             return
         for registered in self._registered:

@@ -221,7 +221,7 @@ class UcxTransport:
             for peer in list(self._peers):
                 self.remove_peer(peer)
         if running or self._lingering:
-            logger.warning("%d reads still run: the UCX worker is left alone", running + len(self._lingering))
+            logger.warning("%d reads still run: the UCX worker is not closed", running + len(self._lingering))
             _abandoned.append(self)
             return
         self._ucp.deregister(self._context.handle, self._memory)

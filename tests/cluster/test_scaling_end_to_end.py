@@ -134,7 +134,7 @@ async def test_gateways_take_other_settings_without_another_process_or_a_broken_
         assert await status("sk-one") == 429, "the stream is the one request that may run"
         await in_thread(cluster.give_gateways, gateway={"max_inflight_requests": 0})
         await in_thread(eventually, lambda: cluster.metric("baton_gateway_settings_refused") == 1, 30.0, "it is told")
-        assert await status("sk-none") == 401, "those of before hold"
+        assert await status("sk-none") == 401, "the previous ones stay in effect"
         *_, last = [event async for event in events]
     assert last.choices[0].finish_reason == "length"
     await comes_to("sk-one", 200)

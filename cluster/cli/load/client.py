@@ -136,7 +136,7 @@ async def _run(
     finally:
         traces = await _profile(client, load, "stop") if load.profile else None
     if load.timeline and not any(answer.parts_s or answer.error for answer in answers):
-        raise ServerUnfit(f"{load.server} does not say where its time goes: leave --timeline out")
+        raise ServerUnfit(f"{load.server} does not say how requests spend their time: leave --timeline out")
     return summary(load, model, answers, duration_s) | ({} if traces is None else {"traces": traces})
 
 

@@ -79,27 +79,27 @@ class ServeLoad:
 
     url: Url = DEFAULT_URL
     host: Annotated[
-        str | None, typer.Option(help=f"Host of the server, in place of --url.  [default: {DEFAULT_HOST}]")
+        str | None, typer.Option(help=f"Host of the server, instead of --url.  [default: {DEFAULT_HOST}]")
     ] = None
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help=f"Port of the server, in place of --url.  [default: {DEFAULT_PORT}]"),
+        typer.Option(min=1, max=65535, help=f"Port of the server, instead of --url.  [default: {DEFAULT_PORT}]"),
     ] = None
     backend: Annotated[
-        LoadBackend, typer.Option("--backend", "--endpoint-type", help="Ask for completions, or for chats.")
+        LoadBackend, typer.Option("--backend", "--endpoint-type", help="API to use: completions or chat completions.")
     ] = LoadBackend.OPENAI
-    endpoint: Annotated[str | None, typer.Option(help="Route that is asked.  [default: the backend's]")] = None
-    model: Annotated[str | None, typer.Option(help="Model to ask; by default the only one that the server has.")] = None
+    endpoint: Annotated[str | None, typer.Option(help="Path of the endpoint.  [default: the backend's]")] = None
+    model: Annotated[str | None, typer.Option(help="Model name. Default: the server's only model.")] = None
     served_model_name: Annotated[
-        str | None, typer.Option(help="What the server calls the model, where that differs.")
+        str | None, typer.Option(help="Model name sent to the server, if it differs from --model.")
     ] = None
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 100
-    dataset_name: Annotated[DataSet, typer.Option(help="Where prompts come from.")] = DataSet.RANDOM
+    num_prompts: Annotated[int, typer.Option(min=1, help="Number of requests in each run.")] = 100
+    dataset_name: Annotated[DataSet, typer.Option(help="Data set that prompts come from.")] = DataSet.RANDOM
     dataset_path: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="The file of any data set but 'random'.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File of the data set, unless it is generated.")
     ] = None
     input_len: Annotated[
-        int, typer.Option("--input-len", "--random-input-len", min=1, help="Tokens of a random prompt.")
+        int, typer.Option("--input-len", "--random-input-len", min=1, help="Tokens per random prompt.")
     ] = 128
     output_len: Annotated[
         int | None,
@@ -110,48 +110,48 @@ class ServeLoad:
             "--custom-output-len",
             "--prefix-repetition-output-len",
             min=1,
-            help=f"Tokens of an answer.  [default: {DEFAULT_OUTPUT_LEN} of random prompts, "
-            f"{PREFIX_REPETITION_OUTPUT_LEN} behind repeated prefixes, else what the file says]",
+            help=f"Output tokens per request.  [default: {DEFAULT_OUTPUT_LEN} for random, "
+            f"{PREFIX_REPETITION_OUTPUT_LEN} for prefix_repetition, else what the file says]",
         ),
     ] = None
     random_range_ratio: Annotated[
-        float, typer.Option(min=0.0, max=0.99, help="Lengths are spread by so much to either side: 0.5 is by half.")
+        float, typer.Option(min=0.0, max=0.99, help="Spread of random lengths: 0.5 is from -50% to +50%.")
     ] = 0.0
-    random_prefix_len: Annotated[
-        int, typer.Option(min=0, help="Tokens before each random prompt that are the same in all.")
-    ] = 0
-    prefix_repetition_prefix_len: Annotated[int, typer.Option(min=1, help="Tokens of a prefix that is repeated.")] = 256
+    random_prefix_len: Annotated[int, typer.Option(min=0, help="Tokens of a prefix shared by all random prompts.")] = 0
+    prefix_repetition_prefix_len: Annotated[int, typer.Option(min=1, help="Tokens per repeated prefix.")] = 256
     prefix_repetition_suffix_len: Annotated[
-        int, typer.Option(min=1, help="Tokens behind it, in each prompt others.")
+        int, typer.Option(min=1, help="Tokens after the prefix, different in each prompt.")
     ] = 256
-    prefix_repetition_num_prefixes: Annotated[int, typer.Option(min=1, help="Prefixes that there are.")] = 10
+    prefix_repetition_num_prefixes: Annotated[int, typer.Option(min=1, help="Number of different prefixes.")] = 10
     no_oversample: Annotated[
-        bool, typer.Option("--no-oversample", help="Send a file's requests once, where it has less than --num-prompts.")
+        bool, typer.Option("--no-oversample", help="Do not repeat requests if the file has fewer than --num-prompts.")
     ] = False
     disable_shuffle: Annotated[
-        bool, typer.Option("--disable-shuffle", help="Send a file's requests in the order in which they stand there.")
+        bool, typer.Option("--disable-shuffle", help="Send requests in the order of the file.")
     ] = False
     self_timed: Annotated[
-        bool | None, typer.Option(help="Send a trace's requests at its times; without, by the pace of other options.")
+        bool | None, typer.Option(help="Send requests at the trace's times, rather than at --request-rate.")
     ] = None
     trace_speed: Annotated[
-        float, typer.Option(min=0.001, help="How much faster a trace is sent than it was recorded.")
+        float, typer.Option(min=0.001, help="Speed-up of the trace: 2 sends it in half the time.")
     ] = 1.0
-    request_rate: Annotated[float, typer.Option(min=0.0, help="Requests a second; 0 or inf sends all at once.")] = 0.0
+    request_rate: Annotated[float, typer.Option(min=0.0, help="Requests per second; 0 or inf sends all at once.")] = 0.0
     burstiness: Annotated[
         float,
-        typer.Option(min=0.01, help="Shape of the times between requests: 1 is Poisson, less is bursts, inf is even."),
+        typer.Option(min=0.01, help="Shape of the times between requests: 1 is Poisson, less is bursty, inf is even."),
     ] = 1.0
     ramp_up_strategy: Annotated[
-        RampUp | None, typer.Option(help="Let the rate rise from --ramp-up-start-rps to --ramp-up-end-rps.")
+        RampUp | None, typer.Option(help="How the rate rises from --ramp-up-start-rps to --ramp-up-end-rps.")
     ] = None
     ramp_up_start_rps: Annotated[float | None, typer.Option(min=0.01)] = None
     ramp_up_end_rps: Annotated[float | None, typer.Option(min=0.01)] = None
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight at most.")] = None
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Maximum number of concurrent requests.")] = None
     sweep_concurrency: Annotated[
-        str | None, typer.Option(help="Run once with each of these many requests in flight: 1,4,16,64.")
+        str | None, typer.Option(help="Run once with each of these --max-concurrency: 1,4,16,64.")
     ] = None
-    sweep_rate: Annotated[str | None, typer.Option(help="Run once at each of these rates: 1,2,4,inf.")] = None
+    sweep_rate: Annotated[str | None, typer.Option(help="Run once with each of these --request-rate: 1,2,4,inf.")] = (
+        None
+    )
     num_warmups: Annotated[int, typer.Option(min=0)] = 1
     seed: int = 0
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0
@@ -161,57 +161,51 @@ class ServeLoad:
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logprobs: Annotated[int | None, typer.Option(min=0, help="Log probabilities that are asked for.")] = None
-    ignore_eos: Annotated[bool, typer.Option(help="Let answers have all of their tokens.")] = True
-    extra_body: Annotated[str | None, typer.Option(help="Further fields of each request, as JSON.")] = None
+    logprobs: Annotated[int | None, typer.Option(min=0, help="Log probabilities to request per token.")] = None
+    ignore_eos: Annotated[bool, typer.Option(help="Generate past the end-of-sequence token.")] = True
+    extra_body: Annotated[str | None, typer.Option(help="Additional fields for each request, as a JSON object.")] = None
     chat_template_kwargs: Annotated[
-        str | None, typer.Option(help="Variables of the chat template, as JSON; for chats.")
+        str | None, typer.Option(help="Chat template variables, as JSON. Needs --backend openai-chat.")
     ] = None
-    header: Annotated[list[str] | None, typer.Option(help="A header of each request, KEY=VALUE. May be repeated.")] = (
-        None
-    )
+    header: Annotated[list[str] | None, typer.Option(help="Header of each request, KEY=VALUE. May be repeated.")] = None
     tokenizer: Annotated[
-        str | None, typer.Option(help="The model's name or folder, for servers that have no /tokenize.")
+        str | None, typer.Option(help="Model name or folder to load the tokenizer from, for servers without /tokenize.")
     ] = None
-    percentile_metrics: Annotated[str, typer.Option(help="Figures whose percentiles are told.")] = ",".join(METRICS)
-    metric_percentiles: Annotated[str, typer.Option(help="Percentiles that are told.")] = "50,90,95,99"
+    percentile_metrics: Annotated[str, typer.Option(help="Metrics to report percentiles of.")] = ",".join(METRICS)
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report.")] = "50,90,95,99"
     goodput: Annotated[
         list[str] | None,
-        typer.Option(help="A goal in ms: ttft:500, tpot:50 or e2el:5000; requests that reach all. May be repeated."),
+        typer.Option(help="Goal in ms: ttft:500, tpot:50 or e2el:5000. Requests must meet all. May be repeated."),
     ] = None
-    label: Annotated[str | None, typer.Option(help="What the report calls this run.")] = None
+    label: Annotated[str | None, typer.Option(help="Name of this run in the report.")] = None
     metadata: Annotated[
-        list[str] | None, typer.Option(help="A fact to keep with the result, KEY=VALUE. May be repeated.")
+        list[str] | None, typer.Option(help="Metadata to store with the result, KEY=VALUE. May be repeated.")
     ] = None
     save_result: Annotated[
-        bool, typer.Option("--save-result", help="Write the result to a file that is named after the run.")
+        bool, typer.Option("--save-result", help="Write the result to a file named after the run.")
     ] = False
     append_result: Annotated[
-        bool, typer.Option("--append-result", help="Add the result to that file, as a line of JSON.")
+        bool, typer.Option("--append-result", help="Append the result to the result file, as one line of JSON.")
     ] = False
     result_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Folder of that file, which is made.  [default: this one]")
+        Path | None, typer.Option(file_okay=False, help="Folder of the result file.  [default: the current one]")
     ] = None
-    result_filename: Annotated[str | None, typer.Option(help="Name of that file.")] = None
+    result_filename: Annotated[str | None, typer.Option(help="Name of the result file.")] = None
     save_detailed: Annotated[
-        bool, typer.Option("--save-detailed", help="Write each request's times into the result's file, too.")
+        bool, typer.Option("--save-detailed", help="Also store each request's times in the result file.")
     ] = False
     profile: Annotated[
-        bool, typer.Option("--profile", help="Record the server's engines during each run; the key must be an admin's.")
+        bool, typer.Option("--profile", help="Profile the engines during each run; --api-key must be an admin's.")
     ] = False
     ready_check_timeout_sec: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait until the server answers a first request.")
+        float, typer.Option(min=0, help="Seconds to wait for the server to become ready.")
     ] = 0.0
     request_id_prefix: Annotated[
-        str | None, typer.Option(help="Send `x-request-id`: this, and the request's number in its run.")
+        str | None, typer.Option(help="Send `x-request-id`: this prefix and the request's number in the run.")
     ] = None
-    insecure: Annotated[bool, typer.Option("--insecure", help="Do not check the certificate of an https server.")] = (
-        False
-    )
-    disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", help="Show no progress.")] = False
-    timeline: Annotated[bool, typer.Option("--timeline", help="Also show where the time went, as the server says.")] = (
-        False
-    )
+    insecure: Annotated[bool, typer.Option("--insecure", help="Do not verify the server's TLS certificate.")] = False
+    disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", help="Do not show a progress bar.")] = False
+    timeline: Annotated[bool, typer.Option("--timeline", help="Show where requests spent their time, too.")] = False
     api_key: ApiKey = None
 
     def at(self, route: str) -> str:
@@ -380,7 +374,7 @@ def _object(option: str, given: str | None) -> dict[str, Any]:
     try:
         fields = json.loads(given or "{}")
     except ValueError as error:
-        raise InvalidLoad(f"{option} is no JSON: {error}") from None
+        raise InvalidLoad(f"{option} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidLoad(f"{option} must be a JSON object with the fields")
     return fields

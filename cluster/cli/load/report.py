@@ -45,7 +45,7 @@ SAME = 0.02  # a relative difference between two runs below this is not coloured
 
 
 class NoResult(ValueError):
-    """A file that is no result of `baton bench serve`."""
+    """A file that is not a result of `baton bench serve`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def read_results(file: Path) -> list[dict[str, Any]]:
             if PLOTS not in run or "output_throughput" not in run:
                 raise ValueError("it has no points of plots: write it with this version")
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise NoResult(f"{file} is no result of `baton bench serve`: {error}") from None
+        raise NoResult(f"{file} is not a result of `baton bench serve`: {error}") from None
     names = [file.stem] if len(results) == 1 else [f"{file.stem} {number + 1}" for number in range(len(results))]
     return [{**result, "label": result.get("label") or name} for result, name in zip(results, names, strict=True)]
 

@@ -235,7 +235,7 @@ class ToolChoice(RequestModel):
     @model_validator(mode="after")
     def _has_a_name_if_it_names_one(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
-            raise FieldError(("name",), "must be there where the type is 'tool', and only there")
+            raise FieldError(("name",), "is required if the type is 'tool', and not allowed otherwise")
         return self
 
 
@@ -249,9 +249,9 @@ class Thinking(RequestModel):
     @model_validator(mode="after")
     def _has_a_budget_if_it_is_enabled(self) -> Self:
         if (self.type == "enabled") != (self.budget_tokens is not None):
-            raise FieldError(("budget_tokens",), "must be there where the type is 'enabled', and only there")
+            raise FieldError(("budget_tokens",), "is required if the type is 'enabled', and not allowed otherwise")
         if self.type == "disabled" and self.display is not None:
-            raise FieldError(("display",), "must not be there where the type is 'disabled'")
+            raise FieldError(("display",), "is not allowed if the type is 'disabled'")
         return self
 
 

@@ -67,8 +67,8 @@ class RequestDeadlines:
 
     def _over(self) -> ApiError:
         if self._has_token or self._whole_s <= self._first_token_s:
-            return timed_out(f"The request was not finished in {self._whole_s:g} s and was aborted.")
-        message = f"No token was there after {self._first_token_s:g} s, and the request was aborted."
+            return timed_out(f"The request was not finished within {self._whole_s:g} s, so it was aborted.")
+        message = f"The first token did not arrive within {self._first_token_s:g} s, so the request was aborted."
         return timed_out(message, "first_token_timeout")
 
 

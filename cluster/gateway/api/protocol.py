@@ -108,7 +108,7 @@ class ResponseFormat(RequestModel):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise FieldError(("json_schema",), "must be there where the type is 'json_schema', and only there")
+            raise FieldError(("json_schema",), "is required if the type is 'json_schema', and not allowed otherwise")
         return self
 
 

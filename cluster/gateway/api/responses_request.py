@@ -89,7 +89,9 @@ def _user_message(value: Any) -> Any:
 
 
 def _not_ours(value: Any) -> Any:
-    raise ValueError("is of another server: leave the item out. This server's thoughts are plain text, in 'content'")
+    raise ValueError(
+        "comes from another server: leave the item out. This server's thoughts are plain text, in 'content'"
+    )
 
 
 class InputText(RequestModel):

@@ -110,7 +110,7 @@ class ReplayFilter:
         sent = self._client_has
         arrives = position.num_tokens == sent.num_tokens > 0 and len(output.token_ids) > 0
         if (arrives and position != sent) or (position.is_whole and position.num_tokens < sent.num_tokens):
-            message = "The tokens of the stream cannot be generated again as they were. Send the request anew."
+            message = "The tokens of the stream cannot be generated again as they were. Send the request again."
             raise ApiError(409, message, type="conflict", code="stream_diverged")
         return msgspec.structs.replace(delta, position=position)
 

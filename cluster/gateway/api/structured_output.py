@@ -83,7 +83,7 @@ def _said_by(request: GenerationRequest) -> Iterator[None]:
 def _as_grammar(asked: StructuredOutputsParams) -> GrammarSpec:
     """Return a constraint in the form of a part of a structural tag."""
     if asked.disable_any_whitespace:
-        message = "cannot be kept beside 'tools', or by models that put marks around every answer; leave it out"
+        message = "cannot be kept beside 'tools', or with models that put markers around every answer; leave it out"
         raise InvalidSamplingParams("structured_outputs.disable_any_whitespace", message)
     match asked:
         case StructuredOutputsParams(json=str(schema)):

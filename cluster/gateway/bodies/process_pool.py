@@ -130,10 +130,12 @@ class BodyProcessPool:
             return reply, file
         except BodyTooSlow:
             outcome = "too_slow"
-            raise too_expensive(f"takes longer than {TIMEOUT_S} s of a processor to be read") from None
+            raise too_expensive(f"takes longer than {TIMEOUT_S} s of CPU time to read") from None
         except ProcessBroken as error:
             logger.error("a large body could not be read: %s", error)
-            raise too_expensive("breaks what reads it, or needs more memory than one request may have") from None
+            raise too_expensive(
+                "crashes the process that reads it, or needs more memory than one request may have"
+            ) from None
         except ProcessCannotStart as error:
             logger.error("a large body could not be read: %s", error)
             raise internal("The gateway cannot read large bodies.") from None

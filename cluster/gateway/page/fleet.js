@@ -91,7 +91,7 @@ export function problemsOf({ ranks, samples, metricsError }) {
       add("bad", `The ${labels.kind} ${labels.process} does not answer: its figures are missing.`);
     }
     if (name === "baton_gateway_settings_refused" && value > 0) {
-      add("warn", `The gateway ${labels.gateway ?? ""} refused its new settings: those of before hold.`);
+      add("warn", `The gateway ${labels.gateway ?? ""} refused its new settings: the previous ones stay in effect.`);
     }
   }
   const unplaced = gauge(samples, "baton_gateway_requests_unplaced");

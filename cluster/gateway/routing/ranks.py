@@ -32,7 +32,7 @@ def pinned_rank(header: str | None, client: EngineClient) -> int | None:
 
 def _unreachable(text: str, reached: Sequence[int]) -> ApiError:
     shown = f"{text[:32]!r}"
-    message = f"{shown} is no rank that this gateway reaches: {spell_ranks(reached) or 'it reaches none now'}."
+    message = f"{shown} is not a rank that this gateway reaches: {spell_ranks(reached) or 'it reaches none now'}."
     return bad_request(PIN_HEADER, message, "unknown_rank")
 
 

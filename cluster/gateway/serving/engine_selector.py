@@ -132,4 +132,4 @@ class ServedPath:
         if failure is not None:
             self._metrics.rungs.labels(self._rung, self._reason).inc()
         if failure is not None or self._reason == NO_PREFILL_ENGINE:
-            logger.info("%s goes another way: %s", self._request_id, self)
+            logger.info("%s takes another path: %s", self._request_id, self)

@@ -313,8 +313,11 @@ class TierCopies:
             return []
         self._answers = False
         late = list(self._copy_of)
-        waited_s = RESTORE_TIMEOUT_S
-        logger.warning("the KV tiers have not answered for %g s: %d requests are computed", waited_s, len(late))
+        logger.warning(
+            "the KV tiers have not answered for %g s: %d requests compute their prompts instead",
+            RESTORE_TIMEOUT_S,
+            len(late),
+        )
         for request in late:
             restore = self._restores[self._copy_of[request]]
             self._given_up += len(restore.plan.missing)

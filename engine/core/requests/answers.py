@@ -80,13 +80,15 @@ def nothing_drawn(request: Request, num_before: int) -> EngineError:
     because weights or KV are damaged; then another engine may succeed.
     """
     if not _excludes_all(request, _candidates(request, num_before)):
-        reason = "the model gave no logit that is a number: its weights or the KV of the request may be damaged"
+        reason = "no logit of the model is a number: its weights or the KV of the request may be damaged"
         return EngineError(ErrorKind.INTERNAL, f"no token could be drawn: {reason}")
     if request.is_constrained:
         field = "bad_words_token_ids" if request.message.sampling.allowed_token_ids is None else "allowed_token_ids"
         reason = "excludes every token that may follow in an answer that must fit a grammar: leave it out"
         return EngineError(ErrorKind.INVALID, reason, field)
-    reason = "leaves no token to draw: 'bad_words', or 'min_tokens' with its stop tokens, excludes those that it allows"
+    reason = (
+        "leaves no token to draw: 'bad_words', or 'min_tokens' with its stop tokens, excludes all tokens that it allows"
+    )
     return EngineError(ErrorKind.INVALID, reason, "allowed_token_ids")
 
 

@@ -115,7 +115,7 @@ class SpeculativeConfig(StrictModel):
             )
         if self.method in ("ngram", *_LOADED) and "num_speculative_tokens" not in self.model_fields_set:
             problems["num_speculative_tokens"] = (
-                f"is required with {self.method!r}: the most guesses at once, 1 to {MAX_DRAFTS}"
+                f"is required with {self.method!r}: the maximum number of draft tokens, 1 to {MAX_DRAFTS}"
             )
         if self.method in _LOADED and self.model is None:
             problems["model"] = f"is required with {self.method!r}: a folder or a name of the Hub"

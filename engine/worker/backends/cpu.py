@@ -112,7 +112,7 @@ class CpuStep:
         except NotRecordable as reason:
             self._unrecordable.add(shape.is_decode)
             unit = "decodes" if shape.is_decode else "tokens"
-            logger.info("steps of %d %s or more run through Python: the model needs %s", sizes[0], unit, reason)
+            logger.info("steps of %d %s or more run without a CPU graph: the model needs %s", sizes[0], unit, reason)
             return None
 
         def replay() -> Tensor:

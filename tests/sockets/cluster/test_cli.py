@@ -61,7 +61,7 @@ def test_help_is_whole_in_a_narrow_terminal() -> None:
     options = run_baton("bench", "serve", "--help", COLUMNS="80").stdout
     for name in ("--prefix-repetition-num-prefixes", "--prefix-repetition-suffix-len", "--percentile-metrics"):
         assert f"  {name} <" in options
-    assert "one trace an engine." in " ".join(run_baton("--help", COLUMNS="60").stdout.split())
+    assert "one trace for each engine." in " ".join(run_baton("--help", COLUMNS="60").stdout.split())
 
 
 def test_help_of_serve_tells_how_to_start() -> None:
@@ -77,7 +77,7 @@ def test_help_of_serve_tells_how_to_start() -> None:
         (("--ep",), "has no experts"),
         (("--max-num-seq", "4"), "did you mean 'max_num_seqs'?"),
         (("stray",), "unexpected argument 'stray'"),
-        (("--dtype", "[float32"), "'[float32' is no value"),
+        (("--dtype", "[float32"), "'[float32' is not valid YAML"),
         (("--tp", "2", "--tensor-parallel-size", "4"), "--tensor-parallel-size 4 and its short form 2"),
         (("--api-key", ""), "not empty"),
     ],
@@ -360,7 +360,7 @@ def test_serve_refuses_a_file_in_the_words_of_check(tmp_path: Path, content: str
 def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(model: Path) -> None:
     done = baton("bench", "throughput", str(model), "--json", "/no/such/folder/result.json")
     assert done.returncode == 2
-    assert "there is no folder /no/such/folder" in done.stderr
+    assert "the folder /no/such/folder does not exist" in done.stderr
 
 
 def test_the_version_is_the_packages() -> None:

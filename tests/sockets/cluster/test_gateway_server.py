@@ -108,7 +108,7 @@ async def test_what_a_gateway_keeps_from_its_start_on_takes_another_one(
 async def test_the_log_names_what_changed_and_no_key(gateway: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         await gateway.reconfigure({"gateway": {"api_keys": ["sk-secret"], "max_choices": 2}})
-    assert "new settings hold: gateway.api_keys, gateway.max_choices" in caplog.text
+    assert "new settings are in effect: gateway.api_keys, gateway.max_choices" in caplog.text
     assert "sk-secret" not in caplog.text
 
 

@@ -257,7 +257,7 @@ async def test_a_gateway_that_ends_ends_the_streams_of_its_requests(
     engine.hold.clear()
     stream = client.submit(served[1], make_request("a"))
     await client.close()
-    with pytest.raises(EngineGone, match="the gateway ends"):
+    with pytest.raises(EngineGone, match="the gateway is shutting down"):
         await tokens_of(stream)
 
 

@@ -274,7 +274,7 @@ class TestChoice:
         opened = self.open(monkeypatch, buffer="auto")
         assert isinstance(opened, HostBufferConnector)
         opened.close()
-        assert "by way of the host's memory, which takes longer: cannot register 65536 bytes" in caplog.text
+        assert "use a buffer in host memory, which is slower: cannot register 65536 bytes" in caplog.text
 
     def test_device_fails_with_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(NotRegistrable, match="cannot register"):

@@ -163,7 +163,7 @@ def test_heads_that_do_not_divide_are_refused(group: Group) -> None:
 def test_a_rank_that_goes_by_way_of_the_host_where_rank_0_does_not_is_refused() -> None:
     group = Group()
     group.join(group.reader(1, range(2, 4), staged=True))
-    with pytest.raises(TransportError, match=r"rank 1 hands over by way of the host's memory.*set transfer\.buffer"):
+    with pytest.raises(TransportError, match=r"rank 1 hands over from a buffer in host memory.*set transfer\.buffer"):
         group.gather()
 
 
@@ -181,7 +181,7 @@ def test_strangers_are_not_heard(group: Group) -> None:
     ("message", "complaint"),
     [
         (encode(GiveUp(1, "no memory")), "rank 1 cannot go on: no memory"),
-        (encode(ReadReport(77, ReadState.DONE, "", True, 0, 0)), "rank 1 reports of a read that it was not asked for"),
+        (encode(ReadReport(77, ReadState.DONE, "", True, 0, 0)), "rank 1 reports a read that it was not asked for"),
         (b"\xc1 nonsense", "rank 1 sends malformed bytes"),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_follower_that_goes_ends_its_leaders_collectives_and_steps() -> None:
 def test_what_is_no_plan_is_told_by_name() -> None:
     with ends() as (sender, (receiver,), _):
         sender.send("nonsense")  # type: ignore[arg-type]
-        with pytest.raises(GroupFailed, match="rank 0 sent what is no plan"):
+        with pytest.raises(GroupFailed, match="rank 0 sent a plan that cannot be read"):
             receiver.receive()
 
 

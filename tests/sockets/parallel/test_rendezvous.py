@@ -98,7 +98,7 @@ def test_a_member_that_fails_while_others_connect_to_it_ends_their_waiting() -> 
 
 @pytest.mark.parametrize("address", ["", "here", "::1:29500", "[::1]", ":80", "host:port"])
 def test_an_address_that_is_none_is_told(address: str) -> None:
-    with pytest.raises(GroupFailed, match="is no host:port"):
+    with pytest.raises(GroupFailed, match="is not host:port"):
         RendezvousClient(address, 0, timeout_s=1.0)
 
 

@@ -137,7 +137,7 @@ def test_results_are_read_back_with_their_files_name(tmp_path: Path) -> None:
     assert [each["label"] for each in read_results(file)] == ["monday 1", "noon"]
     for text in ("[]", "{}", "x", '{"runs": [{}]}'):
         file.write_text(text)
-        with pytest.raises(NoResult, match=f"{file} is no result"):
+        with pytest.raises(NoResult, match=f"{file} is not a result"):
             read_results(file)
 
 

@@ -144,7 +144,7 @@ def test_a_file_that_is_no_such_data_set_is_refused_by_its_name(
         ({"metric_percentiles": "101"}, "give numbers of 0 to 100"),
         ({"goodput": ["itl:3"]}, "give ttft, tpot or e2el"),
         ({"extra_body": "[]"}, "must be a JSON object"),
-        ({"extra_body": "{"}, "no JSON"),
+        ({"extra_body": "{"}, "not JSON"),
         ({"header": ["x"]}, "--header 'x': give KEY=VALUE"),
         ({"metadata": ["=1"]}, "--metadata '=1': give KEY=VALUE"),
         (
@@ -156,7 +156,7 @@ def test_a_file_that_is_no_such_data_set_is_refused_by_its_name(
         ({"endpoint": "v1/completions"}, "--endpoint v1/completions: give a path"),
         ({"endpoint": "/v1/chat/completions"}, "needs --backend openai-chat"),
         ({"endpoint": "/a/completions", "backend": LoadBackend.OPENAI_CHAT}, "needs --backend openai"),
-        ({"chat_template_kwargs": "{}[", "backend": LoadBackend.OPENAI_CHAT}, "--chat-template-kwargs is no JSON"),
+        ({"chat_template_kwargs": "{}[", "backend": LoadBackend.OPENAI_CHAT}, "--chat-template-kwargs is not JSON"),
         ({"chat_template_kwargs": '{"a": 1}'}, "--chat-template-kwargs needs --backend openai-chat"),
         ({"percentile_metrics": "ttft,client_queue_time"}, "--percentile-metrics client_queue_time: give ttft, "),
         ({"dataset_name": DataSet.PREFIX_REPETITION, "dataset_path": Path("x")}, "prefix_repetition has no"),

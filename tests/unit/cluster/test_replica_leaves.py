@@ -107,7 +107,7 @@ class Replica(EngineReplica):
         self._follow_reply(reply)
 
     async def stands_still(self) -> None:
-        await self._end_group("has stood still")
+        await self._end_group("has made no progress")
 
     async def registers(self) -> None:
         await self._register()
@@ -255,4 +255,4 @@ async def test_a_group_that_stands_still_while_it_drains_holds_nobody_up(asked_b
         await replica.stands_still()
         await asyncio.wait_for(ending, PATIENCE_S / 2)
     assert replica.workers.has_ended
-    assert replica.end.endswith("has stood still")
+    assert replica.end.endswith("has made no progress")

@@ -254,10 +254,10 @@ def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
         (
             UNIFIED,
             ["guess"],
-            "'guess' is no policy: there are round-robin, power-of-two, approximate, exact; with tiers",
+            "'guess' is not a policy; choose from round-robin, power-of-two, approximate, exact; with tiers",
         ),
-        (UNIFIED, ["exact-pools"], "'exact-pools' is no policy: .*; with tiers exact-pools"),
-        (TIERED, ["guess"], "'guess' is no policy: there are .*, exact, exact-pools$"),
+        (UNIFIED, ["exact-pools"], "'exact-pools' is not a policy; choose from .*; with tiers exact-pools"),
+        (TIERED, ["guess"], "'guess' is not a policy; choose from .*, exact, exact-pools$"),
         (SimulatedFleets(num_unified=1, num_blocks=4), [], "do not fit into 4 blocks"),
     ],
 )

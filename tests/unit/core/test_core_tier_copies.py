@@ -256,7 +256,7 @@ class TestUp:
         assert stats.tiers is not None
         assert stats.tiers.failures == {"slow": 5}
         assert not stats.tiers.answers
-        assert "have not answered for 10 s: 1 requests are computed" in caplog.text
+        assert "have not answered for 10 s: 1 requests compute their prompts instead" in caplog.text
         lose_all_but_quarantined(engine)
         engine.add(request("c", PROMPT, max_tokens=1))
         engine.run()

@@ -51,7 +51,7 @@ ONE_LETTER = StructuredOutputsParams(choice="yes")  # type: ignore[arg-type]
             "token id 99999 in the prediction is not in the vocabulary",
         ),
         ({1: 2}, "has the keys 1: give prompt"),
-        ("half \ud800 a character", "is no text: half a character is at 5"),
+        ("half \ud800 a character", "is not valid text: half a surrogate pair at character 5"),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_what_it_is_and_where(text_llm: LLM, prompts: Any, message: str) -> None:

@@ -92,7 +92,7 @@ def test_a_fleet_may_have_its_own_or_none() -> None:
 )
 def test_what_guesses_on_the_device_does_so_in_all_fleets_or_in_none(guesses: dict[str, Any], name: str) -> None:
     alone = {"prefill": {"replicas": 1}, "decode": {"replicas": 1, "engine": {"speculative_config": guesses}}}
-    with pytest.raises(InvalidSpec, match=f"guesses by no model for prefill and by {name} for decode"):
+    with pytest.raises(InvalidSpec, match=f"drafts with no model for prefill and with {name} for decode"):
         load_spec({"model": "configs/demo/model", "fleets": alone})
     both = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
     spec = load_spec({"model": "configs/demo/model", "fleets": both, "engine": {"speculative_config": guesses}})

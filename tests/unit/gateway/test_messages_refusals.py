@@ -154,11 +154,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a tool to be looked up": ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading", "false"),
     "a choice as a word": ({"tool_choice": "auto"}, "tool_choice", "an object, not a string"),
     "a choice": ({"tool_choice": {"type": "required"}}, "tool_choice.type", "'any'"),
-    "a choice without a name": ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "must be there"),
+    "a choice without a name": ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "is required"),
     "a choice of none": ({"tool_choice": {"type": "any"}}, "tool_choice", "'any'"),
     "a choice of another": ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name", "none of 'tools'"),
     "tools of a model without calls": ({"tools": [TOOL]}, "tools", "chat template"),
-    "thoughts without a budget": ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "must be there"),
+    "thoughts without a budget": ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "is required"),
     "a budget of nothing": ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens", "least 1"),
     "some thoughts": (
         {"thinking": {"type": "adaptive", "display": "updates"}},
@@ -168,7 +168,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "thoughts omitted that are off": (
         {"thinking": {"type": "disabled", "display": "omitted"}},
         "thinking.display",
-        "where the type is 'disabled'",
+        "if the type is 'disabled'",
     ),
     "an effort": ({"output_config": {"effort": "high"}}, "output_config.effort", "chat template"),
     "a format": ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "'json_schema'"),

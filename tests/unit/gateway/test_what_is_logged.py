@@ -100,7 +100,7 @@ async def test_a_request_that_is_tried_again_is_told_with_its_way(
         engine.die_after_tokens, engine.on_death = 5, spare_the_others
     assert (await ask(service, "again-1")).status_code == 200
     assert [(level, request) for level, request, _ in told] == [("WARNING", "again-1"), ("INFO", "again-1")]
-    assert "goes another way: recomputed; reason=engine-gone" in told[1][2]
+    assert "takes another path: recomputed; reason=engine-gone" in told[1][2]
 
 
 async def test_a_request_without_a_prefill_engine_is_told(

@@ -116,7 +116,7 @@ def test_a_driver_that_refuses_is_named_to_all_ranks_alike(fake: type[FakeMemory
 def test_memory_that_loses_what_peers_write_is_not_used(fake: type[FakeMemory]) -> None:
     fake.loses_writes = True
     reasons = {str(outcome) for outcome in map_in_threads(2)}
-    assert reasons == {"rank 0: what rank 1 wrote to its memory did not arrive"}
+    assert reasons == {"rank 0: the test value that rank 1 wrote to peer memory did not arrive"}
 
 
 def test_ranks_on_several_machines_are_out_of_reach(fake: type[FakeMemory]) -> None:

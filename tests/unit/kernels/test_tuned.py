@@ -69,7 +69,7 @@ def test_a_device_that_was_not_measured_gets_the_default_and_one_line_in_the_log
     with caplog.at_level(logging.INFO):
         assert [block_for(rows=1), block_for(rows=2)] == [DEFAULT["BLOCK"]] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        "op is not tuned for NVIDIA_H200: its default options serve"
+        "op is not tuned for NVIDIA_H200: its default options are used"
     ]
 
 

@@ -29,7 +29,7 @@ def test_the_defaults_are_valid() -> None:
         ({"stall_s": float("inf")}, "stall_s: is inf, must be a finite number"),
         (
             {"stall_s": 5.0, "heartbeat_timeout_s": 6.0},
-            "stall_s: is 5, must be at least heartbeat_timeout_s (6): a peer that is lost is to be noticed first",
+            "stall_s: is 5, must be at least heartbeat_timeout_s (6): a lost peer must be detected first",
         ),
         (
             {"lease_s": 1.0, "margin_s": 0.5},
@@ -45,8 +45,8 @@ def test_the_defaults_are_valid() -> None:
         ({"backends": "UCX"}, "backends: is 'UCX', must be a list"),
         ({"cpu_affinity": ""}, "cpu_affinity: is ''"),
         ({"cpu_affinity": "near"}, "must be 'device', 'any' or a list of CPUs like '0-7,16'"),
-        ({"cpu_affinity": "3-1"}, "3-1 is no CPU, or CPUs, from 0 to 8191"),
-        ({"cpu_affinity": "0-9999999"}, "0-9999999 is no CPU, or CPUs, from 0 to 8191"),
+        ({"cpu_affinity": "3-1"}, "3-1 is not a CPU or a range of CPUs from 0 to 8191"),
+        ({"cpu_affinity": "0-9999999"}, "0-9999999 is not a CPU or a range of CPUs from 0 to 8191"),
         ({"transport": "tcp"}, "transport: is 'tcp', must be 'nixl' or 'ucx'"),
         ({"digest": "sha"}, "digest: is 'sha', must be 'off' or 'verify'"),
         ({"buffer": "gpu"}, "buffer: is 'gpu', must be 'device', 'host' or 'auto'"),

@@ -25,5 +25,5 @@ def test_a_port_may_be_a_wildcard() -> None:
     "given", ["", "host", "host:", ":80", "host:http", "host:-1", "::1:80", "[::1]", "[host]:80", "[::1:80"]
 )
 def test_what_is_no_endpoint_is_refused(given: str) -> None:
-    with pytest.raises(ValueError, match=r"no host:port, such as 10.0.0.1:80 or \[fd00::1\]:80"):
+    with pytest.raises(ValueError, match=r"not host:port, such as 10.0.0.1:80 or \[fd00::1\]:80"):
         split_endpoint(given)

@@ -22,26 +22,26 @@ def application(name: str, fleets: str) -> str:
 NO_YAML = {
     "": "must hold a mapping: a Serve config with `applications`, or the arguments of one application",
     "- a\n": "must hold a mapping: a Serve config with `applications`, or the arguments of one application",
-    "model: [a\nfleets: }": "is no YAML: line 2, column 7: expected ',' or ']', but got ':'",
-    "model:\n\t- x\n": "is no YAML: line 2, column 1: found character '\\t' that cannot start any token",
-    "model: *nowhere\n": "is no YAML: line 1, column 8: found undefined alias 'nowhere'",
-    "model: a\n---\nmodel: b\n": "is no YAML: line 2, column 1: but found another document",
-    "model: 2024-13-45\n": "is no YAML: month must be in 1..12",
-    "a: " + "[" * 5000: "is no YAML that can be read: it is nested too deeply",
-    "model: a\nmodel: b\n": "is no YAML: line 2, column 1: the key 'model' is there twice",
-    "fleets:\n  unified: {}\n  unified: {}\n": "is no YAML: line 3, column 3: the key 'unified' is there twice",
+    "model: [a\nfleets: }": "is not valid YAML: line 2, column 7: expected ',' or ']', but got ':'",
+    "model:\n\t- x\n": "is not valid YAML: line 2, column 1: found character '\\t' that cannot start any token",
+    "model: *nowhere\n": "is not valid YAML: line 1, column 8: found undefined alias 'nowhere'",
+    "model: a\n---\nmodel: b\n": "is not valid YAML: line 2, column 1: but found another document",
+    "model: 2024-13-45\n": "is not valid YAML: month must be in 1..12",
+    "a: " + "[" * 5000: "cannot be read as YAML: it is nested too deeply",
+    "model: a\nmodel: b\n": "is not valid YAML: line 2, column 1: the key 'model' is given twice",
+    "fleets:\n  unified: {}\n  unified: {}\n": "is not valid YAML: line 3, column 3: the key 'unified' is given twice",
 }
 LAUGHS = "a: &a0 [lol]\n" + "".join(f"b{n}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(30))
 MERGED_LAUGHS = "a: &a0 {x: 1}\n" + "".join(
     f"b{n}: &a{n + 1} {{<<: [{', '.join([f'*a{n}'] * 10)}]}}\n" for n in range(30)
 )
 NO_YAML |= {
-    LAUGHS: "is no YAML that can be read: line 7: its anchors stand for more than 1000000 values",
-    MERGED_LAUGHS: "is no YAML that can be read: line 7: its anchors stand for more than 1000000 values",
-    "model: &a [*a]": "is no YAML that can be read: line 1: an anchor holds itself",
-    "model: &a {<<: *a}": "is no YAML that can be read: line 1: an anchor holds itself",
+    LAUGHS: "cannot be read as YAML: line 7: its anchors stand for more than 1000000 values",
+    MERGED_LAUGHS: "cannot be read as YAML: line 7: its anchors stand for more than 1000000 values",
+    "model: &a [*a]": "cannot be read as YAML: line 1: an anchor contains itself",
+    "model: &a {<<: *a}": "cannot be read as YAML: line 1: an anchor contains itself",
     "a: &a0 []\n" + "".join(f"b{n}: &a{n + 1} [*a{n}]\n" for n in range(2000)): (
-        "is no YAML that can be read: it is nested too deeply"
+        "cannot be read as YAML: it is nested too deeply"
     ),
 }
 WRONG = {
@@ -142,7 +142,7 @@ def test_anchors_that_are_merged_over_several_levels_say_what_is_nearest(tmp_pat
 
 def test_a_key_that_is_written_twice_beside_a_merged_one_is_refused(tmp_path: Path) -> None:
     content = "a: &a {x: 1}\nb:\n  <<: *a\n  x: 2\n  x: 3\n"
-    check_it_is_refused(written(tmp_path, content), "is no YAML: line 5, column 3: the key 'x' is there twice")
+    check_it_is_refused(written(tmp_path, content), "is not valid YAML: line 5, column 3: the key 'x' is given twice")
 
 
 @pytest.mark.exhaustive
@@ -186,12 +186,12 @@ def test_more_ranks_than_anybody_has_are_refused_before_they_are_placed(tmp_path
 
 
 def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
-    wanted = "A config file is wanted, such as those of configs/serve; a model is named within it, or in its place by"
+    wanted = "Give a config file, such as those in configs/serve; it names the model, or"
     for path, reason in ((tmp_path / "Qwen/Qwen3-0.6B", "No such file or directory"), (tmp_path, "Is a directory")):
-        check_it_is_refused(path, f"cannot be read: {reason}. {wanted} --model of `baton plan`")
+        check_it_is_refused(path, f"cannot be read: {reason}. {wanted} --model of `baton plan` does")
     file = tmp_path / "file.yaml"
     file.write_bytes(ONE.encode("utf-16"))
-    check_it_is_refused(file, "is no text in UTF-8")
+    check_it_is_refused(file, "is not UTF-8 text")
 
 
 @pytest.mark.parametrize("keys", ["secret", "[123, [secret]]"])

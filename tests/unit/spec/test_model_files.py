@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from baton.cluster.cli import serve
 from baton.cluster.cli.main import app
-from baton.cluster.cli.processes import descendants, kill
+from baton.cluster.cli.processes import Process, descendants, kill
 from baton.cluster.planning.model_checks import WeightsCheck
 from baton.cluster.spec import InvalidSpec
 from baton.engine.hf_config.errors import ModelNotFetched

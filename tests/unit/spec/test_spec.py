@@ -81,7 +81,7 @@ def test_arguments_of_vllm_that_change_nothing_are_dropped(model: str) -> None:
                 "autoscaling": {},
                 "fleets": {"prefill": {}, "decode": {}, "unified": {"min_replicas": 1, "max_replicas": 2}},
             },
-            "beside prefill and decode engines",
+            "if there are prefill and decode engines",
         ),
         (
             {
@@ -160,7 +160,7 @@ def test_a_file_may_hold_applications_or_the_arguments_of_one(model: str, tmp_pa
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("applications: [", "is no YAML"),
+        ("applications: [", "is not valid YAML"),
         ("- model: m", "must hold a mapping"),
         ("applications: [3]", "applications.0: "),
         ("applications: {a: 1}", "applications: "),
@@ -269,7 +269,7 @@ def test_targets_of_the_autoscaler_may_change_while_the_application_runs(model: 
 
 def test_a_size_is_given_once_and_not_to_a_fleet_that_is_scaled(model: str, tmp_path: Path) -> None:
     size = {"name": "decode", "num_replicas": 2}
-    with pytest.raises(InvalidSpec, match="'decode' is there twice"):
+    with pytest.raises(InvalidSpec, match="'decode' is given twice"):
         specs_in_file(with_deployments(tmp_path, pair(model=model), size, size))
     scaled = {"prefill": {}, "decode": {"min_replicas": 1, "max_replicas": 3}}
     args = {"model": model, "fleets": scaled, "autoscaling": {}}
