@@ -216,7 +216,7 @@ def test_the_command_that_is_printed_drains_a_group(server: Server) -> None:
     words = line.replace("RANK", str(rank)).split()[1:]
     done = subprocess.run([BATON, *words], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"rank {rank}: it drains" in done.stdout
+    assert f"rank {rank} is draining" in done.stdout
     assert f"baton status --url {server.url}" in server.output()
 
 

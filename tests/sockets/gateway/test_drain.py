@@ -44,7 +44,7 @@ async def test_it_says_so_first_and_still_takes_requests(service: Service, model
         await asyncio.sleep(0)  # it begins
         health = await http.get("/health")
         assert health.status_code == 503
-        assert "about to end" in health.json()["error"]["message"]
+        assert "shutting down" in health.json()["error"]["message"]
         answer = await http.post("/v1/completions", json=BODY)
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
         assert (await http.get("/live")).status_code == 200
@@ -95,6 +95,6 @@ async def test_answers_that_take_too_long_end_with_an_error(service: Service, mo
         answer = await asked
         assert answer.status_code == (200 if stream else 503)
         last = events(answer.text)[-1] if stream else answer.json()
-        assert "about to end" in last["error"]["message"]
+        assert "shutting down" in last["error"]["message"]
     engine.running.set()
     await service.cluster.settled()

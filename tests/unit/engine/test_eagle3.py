@@ -94,7 +94,7 @@ def read(checkpoint: Path, folder: Path, **args: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, r"architectures \['LlamaForCausalLM'\] are no EAGLE-3 head"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"architectures \['LlamaForCausalLM'\] are not an EAGLE-3 head"),
         ({"hidden_size": 128}, "hidden_size is 128, must be 64 for this model"),
         ({"vocab_size": 300}, "vocab_size is 300, must be 256"),
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2, must be 1"),

@@ -148,7 +148,7 @@ def test_a_read_that_fails_directly_is_begun_again_over_the_network_and_counted(
     assert machines.reader.release(read)
     assert machines.has_arrived
     assert machines.reader.num_fallbacks == 1
-    assert "holder: over nixl/UCX instead of cuda_ipc: the read failed" in caplog.text
+    assert "holder is now read over nixl/UCX instead of cuda_ipc: the read failed" in caplog.text
 
 
 def test_a_read_is_not_done_before_nothing_of_its_failed_first_try_can_write() -> None:
@@ -187,7 +187,7 @@ def test_gpu_memory_that_travels_slowly_is_a_warning_and_the_rates_are_in_it(cap
     peer = machines.connect()
     for _ in range(3):
         machines.reader.peer_state(peer)
-    told = [record for record in caplog.records if "travels slowly" in record.message]
+    told = [record for record in caplog.records if "is read slowly" in record.message]
     assert [record.levelname for record in told] == ["WARNING"]
     assert "nixl/UCX 0.4 GB/s" in told[0].message
 

@@ -280,7 +280,7 @@ def test_gpt_oss_is_read(read: Callable[..., ModelConfig]) -> None:
     assert config.layer_windows == (128, None, 128, None)
     assert config.attention_bias
     assert config.rope == YarnRope(150_000.0, 32.0, 4096, pytest.approx(1.3465735903), 32.0, 1.0, False)
-    assert config.quantization is None, "experts in 4 bits are multiplied out"
+    assert config.quantization is None, "experts in 4 bits are dequantized"
     assert experts(config) == ExpertsConfig(
         num_experts=32,
         top_k=4,
