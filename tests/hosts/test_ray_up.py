@@ -16,11 +16,11 @@ from ..helpers.served import eventually
 from .hosts import Host, Hosts
 from .ray_hosts import BIN, CHECKOUT, PORT, STORE_BYTES, demo_config
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 DESK = "desk"  # the host of the person who types the commands
 MACHINES = ("m1", "m2", "m3")
-UP_S = 120.0
+UP_S = 240.0  # other tests may have both cores
 READY_S = 150.0
 GONE_S = 60.0
 # Ray's workers end after so long without the head; the default is a minute.

@@ -142,7 +142,7 @@ async def test_a_queue_of_long_prompts_is_full_by_their_tokens_and_what_others_b
         refusal = await first_word(asked("c"))
         assert refusal.error is not None
         assert refusal.error.kind is ErrorKind.OVERLOADED
-        assert "2 requests, with 80 tokens" in refusal.error.message
+        assert "2 requests waiting, with 80 tokens" in refusal.error.message
         assert "gateway.queue_limits are 1024 and 50" in refusal.error.message
         begun = [
             submit(engine.record, asked("d", output_token_ids=[3])),

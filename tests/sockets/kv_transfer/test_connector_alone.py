@@ -121,7 +121,7 @@ def test_a_claim_finds_its_offer_though_it_comes_before_the_transfer_thread_has_
 def test_a_ticket_that_is_none_fails_the_receive(ticket: bytes, connector: TransferConnector) -> None:
     transfer = connector.receive("request", 0, ticket, 0, [1])
     failed, released = events_of(connector, 2)
-    assert "no ticket" in failed.reason
+    assert "cannot be read as ticket" in failed.reason
     assert released == BlocksReleased(transfer)
 
 
