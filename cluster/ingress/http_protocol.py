@@ -192,7 +192,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
 
 def _answer_without_chunks(cycle: RequestResponseCycle) -> None:
-    """For a request in HTTP/1.0, end the answer's body by closing the connection if its length is unknown.
+    """End the body of an answer in HTTP/1.0 by closing the connection, if its length is unknown.
 
     HTTP/1.0 has no chunks, but uvicorn would send them, against RFC 9112 (6.1), and clients would take their lengths
     for text. Old health checks use HTTP/1.0, as do `ab` and nginx by default. Call this before the application.

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from baton.cluster.contracts import Role
@@ -95,10 +95,12 @@ class WeightsCheck:
 
     def wait(self, stop: threading.Event) -> None:
         """Wait for the end of the check, or until `stop` is set. Raises `InvalidSpec` as `check_model_files` does."""
-        while self._process.poll() is None:
-            if stop.wait(POLL_S):
+        problem = None
+        while problem is None:
+            if stop.is_set():
                 return
-        problem, _ = self._process.communicate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                problem, _ = self._process.communicate(timeout=POLL_S)
         _refuse([problem.strip()] if problem else [])
         if self._process.returncode != 0:
             raise RuntimeError(f"the process that checks the weights ended with exit code {self._process.returncode}")
@@ -112,27 +114,24 @@ def _refuse(problems: Sequence[str]) -> None:
 def _text_problems(folder: Path) -> list[str]:
     from baton.engine.text import TextError, Tokenizer
 
-    try:
-        Tokenizer.from_folder(folder)
-    except TextError as error:
-        return [str(error)]
-    return []
+    return _problems_of(lambda: Tokenizer.from_folder(folder), TextError)
 
 
 def _header_problems(folder: Path) -> list[str]:
-    try:
-        Checkpoint.open(folder)
-    except ModelError as error:
-        return [str(error)]
-    return []
+    return _problems_of(lambda: Checkpoint.open(folder), ModelError)
 
 
 def _weights_problems(folder: Path) -> list[str]:
     from baton.engine.models import check_weights
 
+    return _problems_of(lambda: check_weights(load_config(folder)), ModelError)
+
+
+def _problems_of(check: Callable[[], object], kind: type[Exception]) -> list[str]:
+    """Return the message of the error with which a check ends; nothing if it passes."""
     try:
-        check_weights(load_config(folder))
-    except ModelError as error:
+        check()
+    except kind as error:
         return [str(error)]
     return []
 

@@ -335,7 +335,7 @@ class ModelConfig:
 
     @cached_property
     def draft_inputs(self) -> Mapping[int, StateLayout]:
-        """For each cache group of states, the layout of one draft token's inputs to its layers.
+        """The layout of one draft token's inputs to the layers of each cache group of states.
 
         They are kept for draft tokens, so that states can be advanced by the accepted ones afterwards.
         """
