@@ -22,6 +22,8 @@ from .helpers.process_state import changes, module_state, process_state, replace
 from .helpers.slices import Slice
 
 if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
     from .helpers.member_pool import MemberPool
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -63,9 +65,39 @@ class Files(LoadFileScheduling):
             return "clusters"
         return "hosts" if file.startswith(ON_HOSTS) else file
 
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Return the test that a process ended in, if it did: it failed, and no other process runs it again."""
+        unfinished = [(scope, test) for scope in self.assigned_work[node].values() for test in scope if not scope[test]]
+        if not unfinished:
+            return super().remove_node(node)
+        scope, crashed = unfinished[0]
+        scope[crashed] = True
+        super().remove_node(node)
+        return crashed
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | None:
     return Files(config, log) if config.option.dist == "loadfile" else None
+
+
+class FailuresAtOnce:
+    """Name a failed test when it fails: the report at the end is lost if the run is ended from outside."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    @pytest.hookimpl(trylast=True)  # behind the letter that the terminal reporter prints
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = (crash.message if crash else str(report.longrepr)).strip()
+            self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {message[:500]}")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(FailuresAtOnce(terminal))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
