@@ -54,7 +54,9 @@ RECOVERY_S = 3.0  # for which watchers wait after a restart, because an incomple
 # After a restart, until members that are not listed count as gone. A member whose call was lost with the predecessor
 # gives it up after 10 s, and then registers again.
 COMPLETE_S = 15.0
-WATCH_S = 20.0  # after which a watch is answered even if nothing has changed
+# After which a watch is answered even if nothing has changed: a watcher whose call was lost waits that much longer than
+# for other answers.
+WATCH_S = 3.0
 
 
 class Directory:
@@ -198,8 +200,8 @@ class Directory:
             if self._members.version != version:
                 self._announce()
 
-    async def watch(self, version: int) -> DirectorySnapshot:
-        """Return the first snapshot of another version, or the current one after `WATCH_S` seconds."""
+    async def watch(self, version: int) -> DirectorySnapshot | None:
+        """Return the first snapshot of another version, or None after `WATCH_S` seconds without one."""
         await asyncio.sleep(max(0.0, self._answers_at_s - time.monotonic()))
         deadline_s = time.monotonic() + WATCH_S
         while self._members.version == version and time.monotonic() < deadline_s:
@@ -207,6 +209,8 @@ class Directory:
                 await asyncio.wait_for(self._changed.wait(), deadline_s - time.monotonic())
             except TimeoutError:
                 break
+        if self._members.version == version:
+            return None
         snapshot = self._members.snapshot()
         return msgspec.structs.replace(snapshot, directory=self._name, metrics_address=self._exporter.address)
 

@@ -46,12 +46,18 @@ class DirectoryClient:
         self._newest: DirectorySnapshot | None = None
 
     async def watch(self, version: int) -> DirectorySnapshot:
-        """See `Directory.watch`. Raises like `call`.
+        """Return the first snapshot of another version, or the last one after a few seconds. Raises like `call`.
 
         Members that a restarted directory does not list yet stay in the snapshot until its list is complete.
         """
-        snapshot: DirectorySnapshot = await self._ask(WATCH_S, "watch", version)
-        self._newest = snapshot if self._newest is None else snapshot.completed_by(self._newest)
+        last = self._newest
+        known = version if last is not None and last.version == version else -1
+        news: DirectorySnapshot | None = await self._ask(WATCH_S, "watch", known)
+        if last is not None:
+            self._newest = last if news is None else news.completed_by(last)
+        else:
+            self._newest = news
+        assert self._newest is not None, "a directory that is asked for its first snapshot has one"
         return self._newest
 
     async def call(self, method: str, *args: Any) -> Any:

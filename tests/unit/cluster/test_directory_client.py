@@ -110,6 +110,21 @@ async def test_a_watcher_keeps_members_that_a_restarted_directory_has_not_found_
     ]
 
 
+async def test_a_watch_without_news_returns_the_last_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    async def answer(version: int) -> DirectorySnapshot | None:
+        asked.append(version)
+        return None if version == 7 else DirectorySnapshot(7, [make_record(engine_id="a")], [])
+
+    handle = SimpleNamespace(watch=SimpleNamespace(remote=answer))
+    monkeypatch.setattr(directory_client, "get_directory", lambda _: handle)
+    watch = DirectoryClient("app")
+    first = await watch.watch(7)  # this client has seen no snapshot of that version
+    assert await watch.watch(7) == first
+    assert asked == [-1, 7]
+
+
 async def test_a_directory_whose_clock_is_behind_its_predecessors_is_heard() -> None:
     """The directory restarted on another machine: its versions begin at that machine's time."""
 
