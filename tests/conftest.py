@@ -6,11 +6,12 @@ each other. Without a GPU, Triton interprets kernels on CPU tensors.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,29 @@ class FailuresAtOnce:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = (crash.message if crash else str(report.longrepr)).strip()
             self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {message[:500]}")
+
+
+# A test whose own limit has ended it has no limit any more. `faulthandler_timeout` does not end its fixtures either.
+FIXTURES_END_S = 300.0
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)  # before tests are captured
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[STDERR])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """End the process if the test's fixtures do not end, after printing where its threads are."""
+    faulthandler.dump_traceback_later(FIXTURES_END_S, exit=True, file=item.config.stash[STDERR])
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import select
 import subprocess
 import sys
 from collections import Counter
@@ -59,7 +60,10 @@ class RayCluster:
         kill(below)
 
     def _line(self) -> str:
+        """Return its next line; fail if none comes, since a thread that waits for ever keeps all tests from ending."""
         assert self._process.stdout is not None
+        said, _, _ = select.select([self._process.stdout], [], [], READY_S)
+        assert said, f"the cluster does nothing for {READY_S:.0f} s"
         line = self._process.stdout.readline().strip()
         assert line, "the cluster has ended"
         return line

@@ -41,11 +41,15 @@ RAYS_PORTS = ("node-manager", "object-manager", "dashboard-agent-listen", "dashb
 def eventually(condition: Callable[[], Any], what: str, log: Callable[[], str] = lambda: "") -> Any:
     deadline_s = time.monotonic() + READY_S
     while time.monotonic() < deadline_s:
-        with contextlib.suppress(httpx.HTTPError):
+        with contextlib.suppress(httpx.HTTPError, LookupError, ValueError):  # what answers is still starting
             if found := condition():
                 return found
         time.sleep(0.2)
     raise AssertionError(f"after {READY_S:.0f} s: {what}\n{log()}")
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-8:])
 
 
 @dataclass
@@ -77,7 +81,7 @@ class Cluster:
     def _heads(self, spec: Object) -> bool:
         self.gcs_port, self.dashboard_port = free_port(), free_port()
         more = {"head": True, "port": self.gcs_port, "dashboard-port": self.dashboard_port, "temp-dir": self._folder}
-        return self._begins("head", spec, more, lambda: self._dashboard("/api/gcs_healthz").is_success)
+        return self._begins("head", spec, more, lambda: self._num_nodes() == 1)
 
     def _joins(self, kind: str, spec: Object) -> bool:
         more = {"address": f"{HOST}:{self.gcs_port}"}
@@ -87,7 +91,7 @@ class Cluster:
         """Start a pod; return whether it joined: it ends instead if another process took its port meanwhile."""
         self._start(kind, spec, more)
         started, log = self.pods[-1].process, self._folder / f"{kind}.log"
-        eventually(lambda: started.poll() is not None or is_there(), f"no pod {kind}", log.read_text)
+        eventually(lambda: started.poll() is not None or is_there(), f"no pod {kind}", self.report)
         if started.poll() is not None:
             self.restarts += 1
             assert self.restarts < 3, log.read_text()
@@ -113,6 +117,16 @@ class Cluster:
 
     def _num_nodes(self) -> int:
         return len(self._dashboard("/nodes?view=summary").json()["data"]["summary"])
+
+    def report(self) -> str:
+        """Return what Serve says of its applications, and the last lines of all logs."""
+        try:
+            states = yaml.safe_dump(self.applications())
+        except (httpx.HTTPError, KeyError) as error:
+            states = f"Serve does not answer: {error!r}"
+        logs = [*self._folder.glob("*.log"), *self._folder.glob("session_latest/logs/**/*.*")]
+        tails = {str(log.relative_to(self._folder)): _tail(log) for log in sorted(logs) if log.is_file()}
+        return "\n".join([states, *(f"== {name}\n{tail}" for name, tail in tails.items() if tail)])
 
     def _dashboard(self, path: str, **request: Any) -> httpx.Response:
         request = {"method": "GET", "headers": {"Authorization": f"Bearer {TOKEN}"}, **request}
@@ -187,8 +201,8 @@ def url(cluster: Cluster, release: Release) -> str:
     gateway = release.groups["gateway"]
     url = f"http://{HOST}:{gateway.ports['serve']}"
     path = gateway.container["readinessProbe"]["httpGet"]["path"]
-    eventually(lambda: httpx.get(url + path, timeout=5).is_success, "the gateway is not ready")
-    eventually(lambda: len(ranks_at(url)) == 2, "an engine is missing")
+    eventually(lambda: httpx.get(url + path, timeout=5).is_success, "the gateway is not ready", cluster.report)
+    eventually(lambda: len(ranks_at(url)) == 2, "an engine is missing", cluster.report)
     return url
 
 
