@@ -2,6 +2,7 @@
 
 IDLE ──order──> BUSY ──reply──> IDLE
                   └── too slow, too large, crashed: the process has ended, and a new one starts ──> IDLE
+IDLE ──killed from outside──> a new one starts ──> IDLE
 
 A process takes 1 to 2 s to start. No body waits for that while another process is idle.
 
@@ -88,6 +89,8 @@ class BodyProcessPool:
         for number in others:
             self._queue.hold_back(number)
         await self._processes[0].started()
+        if self._queue.is_idle(0):  # else a body came first
+            self._watch(0)
         for number in others:
             self._run(self._give_back(number, size=0))
 
@@ -145,14 +148,31 @@ class BodyProcessPool:
             if self._processes[number].has_ended:
                 self._run(self._give_back(number, size))
             else:
-                self._queue.put_back(number, size)
+                self._put_back(number, size)
 
     async def _give_back(self, number: int, size: int) -> None:
         """Start the process if it has ended, and return it to the queue. If it cannot start, its next order says so."""
         if not self._closed:
             with contextlib.suppress(ProcessCannotStart):
                 await self._processes[number].started()
+        self._put_back(number, size)
+
+    def _put_back(self, number: int, size: int) -> None:
+        self._watch(number)
         self._queue.put_back(number, size)
+
+    def _watch(self, number: int) -> None:
+        self._processes[number].watch(lambda: self._ended_while_idle(number))
+
+    def _ended_while_idle(self, number: int) -> None:
+        if self._queue.is_idle(number):  # else it has just got a body, whose exchange notices
+            self._queue.hold_back(number)
+            self._run(self._replace(number))
+
+    async def _replace(self, number: int) -> None:
+        status = await self._processes[number].end_status()
+        logger.warning("a process that reads large bodies ended with status %d while idle, and is replaced", status)
+        await self._give_back(number, size=0)
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(coroutine)
@@ -232,7 +252,7 @@ class _BodyProcess:
             send(channel, order, body)
             reply, file = await _received(channel)
         except (PeerClosed, OSError):
-            status = await self._status()
+            status = await self.end_status()
             if status in (-signal.SIGPROF, -signal.SIGALRM):
                 raise BodyTooSlow from None
             raise ProcessBroken(f"the process that reads large bodies ended with status {status}") from None
@@ -240,9 +260,7 @@ class _BodyProcess:
 
     def end(self) -> None:
         """Kill the process if it runs."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        self._hang_up()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -266,17 +284,33 @@ class _BodyProcess:
             send(ours, self._make_setup(), self._tokenizer())
             reply, _ = await _received(ours)
         except (PeerClosed, OSError):
-            status = await self._status()
+            status = await self.end_status()
             raise ProcessCannotStart(f"the process that reads large bodies does not start: status {status}") from None
         assert isinstance(reply, ReadyReply)
 
-    async def _status(self) -> int:
+    def watch(self, on_end: Callable[[], None]) -> None:
+        """Call `on_end` once if the process ends before its next order."""
+        channel, loop = self._channel, asyncio.get_running_loop()
+        if channel is not None:
+
+            def ended() -> None:
+                loop.remove_reader(channel)
+                on_end()
+
+            loop.add_reader(channel, ended)  # it says nothing between orders; a reply's reader takes this one's place
+
+    async def end_status(self) -> int:
         """Close the socket, which ends a process that still runs, and return its exit status."""
         assert self._process is not None
+        self._hang_up()
+        return await asyncio.to_thread(self._process.wait)
+
+    def _hang_up(self) -> None:
         if self._channel is not None:
+            with contextlib.suppress(RuntimeError):  # no loop runs here: then nothing watches the socket
+                asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()
             self._channel = None
-        return await asyncio.to_thread(self._process.wait)
 
 
 def _wake(readable: asyncio.Future[None]) -> None:
@@ -292,7 +326,8 @@ async def _received(channel: socket.socket) -> tuple[Any, int]:
     try:
         await readable
     finally:
-        loop.remove_reader(channel)
+        if channel.fileno() >= 0:  # else the process has been ended meanwhile, and the reader is gone
+            loop.remove_reader(channel)
     return receive(channel, Reply)
 
 
@@ -326,6 +361,9 @@ class SmallestFirstQueue:
             if given.done() and not given.cancelled():  # a process was assigned at the moment of cancellation
                 self.put_back(given.result(), size)
             raise
+
+    def is_idle(self, number: int) -> bool:
+        return number in self._idle
 
     def hold_back(self, number: int) -> None:
         """Reserve an idle process until `put_back`."""

@@ -187,6 +187,21 @@ async def test_a_process_that_dies_is_replaced(start: Callable[..., Service]) ->
     assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
 
 
+async def test_a_process_that_dies_while_idle_is_replaced_before_the_next_body_and_leaves_no_zombie(
+    start: Callable[..., Service],
+) -> None:
+    service = start(Role.UNIFIED, body_processes=1, request_timeout_s=PATIENCE_S)
+    pool = service.bodies.processes
+    for _ in range(2):
+        assert (await service.complete("hello", max_tokens=1, **PAD)).status_code == 200
+        (before,) = pool.pids
+        os.kill(before, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            while pool.pids in ([], [before]):
+                await asyncio.sleep(0.02)
+        assert not os.path.exists(f"/proc/{before}")
+
+
 @pytest.mark.slow
 async def test_no_body_waits_for_a_process_that_starts_while_another_is_idle(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch

@@ -154,6 +154,20 @@ def test_on_a_gpu_only_what_comes_plain_or_what_no_kernel_takes_is_plain(
     assert 0 < distance(chunked_logprobs(model, tokens, 20), expected) < 0.25
 
 
+@pytest.mark.gpu
+@EACH
+def test_a_gpu_in_chunks_and_token_by_token_errs_as_8_bits_do(family: str, folders_of: FoldersOf) -> None:
+    folder, plain_folder = folders_of(family)
+    model = load_model(load_config(folder, dtype="bfloat16"), device="cuda")
+    assert all(path.endswith(FAMILIES[family].stays_plain) for path in plain_layers(model) if path != "lm_head")
+    tokens = random_tokens(250)
+    expected = chunked_logprobs(load_model(load_config(plain_folder, dtype="float32")), tokens, 250)
+    for chunk in (250, 37, 1):
+        logprobs = chunked_logprobs(model, tokens, chunk).float().cpu()
+        assert not logprobs.isnan().any()
+        assert 0 < distance(logprobs, expected) < 0.25
+
+
 def planned_bytes(config: ModelConfig, ranks: int) -> int:
     engine = EngineConfig(model=str(config.folder), tensor_parallel_size=ranks)
     return weights_of_rank(config, engine).num_bytes(config, has_fp8=True)
