@@ -1,5 +1,5 @@
 # make serve    a prefill and a decode engine with the demo model, on this machine
-# make test     what a machine without a GPU can run: of the exhaustive tests one slice (SLICE=2/6; else by commit)
+# make test     what a machine without a GPU can run: of the exhaustive tests one slice (SLICE=2/12; else by commit)
 # make test-fast    those of tests/unit and tests/sockets that do not take long, by slices too
 # make test-exhaustive    all slices of `make test`
 # make chaos    faults at random on three hosts made of namespaces, under load (root; SECONDS=600 SEED=1)
@@ -21,8 +21,7 @@ PACKAGES := cluster engine kernels kv_transfer
 EVERY_CORE := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Which of the tests marked `exhaustive` run. As many commits in a row as there are slices run all of them.
-SLICES := 6
-test-fast: SLICES := 8
+SLICES := 12
 SLICE ?= $(shell echo $$(( $$(git rev-list --count HEAD 2>/dev/null || echo 0) % $(SLICES) + 1 )))/$(SLICES)
 
 # Several processes share few cores: one thread each, and no spinning while waiting.

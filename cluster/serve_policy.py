@@ -39,7 +39,8 @@ class FollowDirectory:
     async def _ask(self, context: AutoscalingContext) -> None:
         """Ask the directory for the target. If it does not answer, the last target stays valid."""
         try:
-            directory = ray.get_actor(directory_name(context.app_name or ""), namespace=NAMESPACE)
+            name = directory_name(context.app_name or "")
+            directory = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)  # waits for Ray's head
             role, target = Role(context.deployment_name), context.target_num_replicas
             self._wanted = await asyncio.wait_for(directory.wanted.remote(role, target), timeout=10 * ASK_S)
         except (ValueError, TimeoutError, ray.exceptions.RayError) as error:
