@@ -80,9 +80,9 @@ def main(port: int) -> None:
             if not asked.done():
                 assert await held >= seconds
                 return seen
-            snapshot = await asked
-            version = snapshot.version
-            seen.append([gateway.identity for gateway in snapshot.gateways])
+            if (snapshot := await asked) is not None:
+                version = snapshot.version
+                seen.append([gateway.identity for gateway in snapshot.gateways])
 
     def keep_alive() -> None:
         """Keep the directory alive: it would end if it knew of no engine, and the gateway with it."""
