@@ -112,10 +112,10 @@ async def test_attempts_to_reach_an_engine_that_is_gone_leave_no_open_file(
         gc.disable()
         try:
             served[0].close()
-            await until(lambda: len(attempts) > 40)
+            await until(lambda: len(attempts) > 120)
         finally:
             gc.enable()
-    assert min(attempts[20:]) <= max(attempts[:20])  # libzmq's thread closes files a little later
+    assert min(attempts[-20:]) <= max(attempts[:20])  # libzmq's thread closes files a little later
 
 
 async def test_a_newer_generation_replaces_the_older_and_survives_its_abort(
