@@ -7,8 +7,10 @@ import contextlib
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -63,10 +65,17 @@ class RayCluster:
         """Return its next line; fail if none comes, since a thread that waits for ever keeps all tests from ending."""
         assert self._process.stdout is not None
         said, _, _ = select.select([self._process.stdout], [], [], READY_S)
-        assert said, f"the cluster does nothing for {READY_S:.0f} s"
+        assert said, f"the cluster has said nothing for {READY_S:.0f} s\n{self._what_it_does()}"
         line = self._process.stdout.readline().strip()
         assert line, "the cluster has ended"
         return line
+
+    def _what_it_does(self) -> str:
+        """Return the last lines of Serve's controller; the process prints where its threads are."""
+        self._process.send_signal(signal.SIGUSR1)
+        time.sleep(1.0)
+        logs = sorted(Path("/tmp/ray/session_latest/logs/serve").glob("controller_*.log"))
+        return "\n".join(log.read_text()[-3000:] for log in logs)
 
 
 class Cluster:

@@ -1,11 +1,13 @@
 """A one-machine Ray cluster that deploys Serve config files: `python -m tests.cluster.deployments`.
 
 Each line on stdin names a file, which is deployed as by `serve deploy`; the process ends with stdin. Prints the
-cluster's address, and a line for each file.
+cluster's address, and a line for each file. SIGUSR1 makes it print where its threads are.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from ray.serve.schema import ServeDeploySchema
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
     memory = 80 * 2**20
     ray.init("local", num_cpus=8, object_store_memory=memory, include_dashboard=False, log_to_driver=False)
     serve.start(proxy_location="Disabled")
