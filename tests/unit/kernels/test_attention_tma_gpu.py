@@ -1,4 +1,4 @@
-"""Decode kernels for Hopper, whose own warps fetch pages, against the definition, on a device."""
+"""Decode kernels for Hopper, which fetch pages by TMA in warps of their own, against the reference on a device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIRS = ((32, 8), (16, 8), (32, 4), (32, 2), (15, 5))  # query heads, KV heads
 def fetched(
     q: Tensor, sequences: PagedSequences, num_shares: int | None = None, layers: int = 1, **options: Any
 ) -> Tensor:
-    """Return what the kernel writes into a poisoned output; with `num_shares`, in so many shares."""
+    """Return what the kernel writes to a poisoned output; `num_shares` sets the number of shares."""
     kernel = KERNELS[sequences.kv.dtype]
     plan = kernel.plan_tma_decode(sequences.batch, sequences.kv, q.shape[1])
     assert plan is not None
@@ -116,7 +116,9 @@ def test_a_window_begins_elsewhere_for_each_query(cache: torch.dtype, window: in
 @pytest.mark.gpu
 @either_cache
 @pytest.mark.parametrize("num_shares", [None, 1, 9])
-def test_tokens_behind_a_few_queries_of_each_sequence_become_zero(cache: torch.dtype, num_shares: int | None) -> None:
+def test_padding_tokens_after_a_few_queries_of_each_sequence_become_zero(
+    cache: torch.dtype, num_shares: int | None
+) -> None:
     sequences = drafted_on_hopper(dtype=cache, padding=(3, 11))
     num_tokens = sum(sequences.query_lens)
     result = fetched(asked(sequences, 32), sequences, num_shares)
@@ -148,15 +150,15 @@ def test_a_cache_of_8_bits_has_scales_or_not_and_queries_of_either_type(head_dim
 
 @pytest.mark.gpu
 def test_large_queries_over_a_cache_of_8_bits_lose_nothing() -> None:
-    """Products of 8 bits, which are added up in some 14 bits, are not as near."""
+    """FP8 products, which accumulate with about 14 bits, would not be accurate enough."""
     sequences = on_hopper(LONG, num_kv_heads=8, dtype=NARROW)
     check(asked(sequences, 32).half() * 16, sequences, k_scale=None)
 
 
 @pytest.mark.gpu
 @either_cache
-def test_thousands_of_faint_keys_add_up(cache: torch.dtype) -> None:
-    """Each has a weight of 2^-26 of the first one's, which has no value: less than float16 tells from zero."""
+def test_thousands_of_tiny_weights_add_up(cache: torch.dtype) -> None:
+    """Each key weighs 2^-26 of the first one, whose value is 0. Float16 would round such weights to 0."""
     sequences = on_hopper([30000], dtype=cache)
     kv = torch.zeros(sequences.kv.shape, device="cuda")
     kv[:, :, LAYER, 1] = 1.0
@@ -170,7 +172,9 @@ def test_thousands_of_faint_keys_add_up(cache: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "dtype", "uses_tma"), [(256, WIDE, False), (128, torch.float32, True)])
-def test_what_does_not_suit_the_kernel_for_8_bits_is_served(head_dim: int, dtype: torch.dtype, uses_tma: bool) -> None:
+def test_steps_that_the_fp8_kernel_does_not_support_are_served(
+    head_dim: int, dtype: torch.dtype, uses_tma: bool
+) -> None:
     sequences = on_hopper(LONG, head_dim=head_dim, dtype=NARROW)
     q, rule = queries(sequences, 8, dtype), rule_for(sequences)
     batch = prepare(sequences.batch, sequences.kv, num_heads=8)
@@ -238,7 +242,7 @@ def test_padding_sequences_give_zeros_and_change_no_other(cache: torch.dtype, nu
 
 @pytest.mark.gpu
 @either_cache
-def test_sequences_may_lie_in_any_row_of_the_tables_and_queries_in_a_fused_projection(cache: torch.dtype) -> None:
+def test_sequences_may_use_any_row_of_the_block_tables_and_queries_may_be_a_view(cache: torch.dtype) -> None:
     sequences = on_hopper([40, 5, 100], dtype=cache)
     rows = torch.tensor([4, 0, 2], dtype=torch.int32, device="cuda")
     tables = torch.full((6, sequences.batch.block_tables.shape[1]), -(2**31), dtype=torch.int32, device="cuda")
@@ -251,7 +255,7 @@ def test_sequences_may_lie_in_any_row_of_the_tables_and_queries_in_a_fused_proje
 
 @pytest.mark.gpu
 @either_cache
-def test_every_layer_finds_the_workspace_as_the_first_did(cache: torch.dtype) -> None:
+def test_every_layer_leaves_the_workspace_ready_for_the_next(cache: torch.dtype) -> None:
     sequences = on_hopper(LONG, dtype=cache)
     q = asked(sequences, 8)
     assert torch.equal(fetched(q, sequences, 7, layers=3), fetched(q, sequences, 7))
@@ -259,7 +263,7 @@ def test_every_layer_finds_the_workspace_as_the_first_did(cache: torch.dtype) ->
 
 @pytest.mark.gpu
 @either_cache
-def test_not_a_number_in_a_query_shows_in_its_result_and_in_no_other(cache: torch.dtype) -> None:
+def test_nan_in_a_query_makes_its_result_nan_and_no_other(cache: torch.dtype) -> None:
     sequences = on_hopper([40, 5, 100], dtype=cache)
     q = asked(sequences, 8)
     q[2, 1, 5] = float("nan")
@@ -270,7 +274,7 @@ def test_not_a_number_in_a_query_shows_in_its_result_and_in_no_other(cache: torc
 
 @pytest.mark.gpu
 @either_cache
-def test_hundreds_of_sequences_of_any_length_give_the_same_every_time(cache: torch.dtype) -> None:
+def test_hundreds_of_sequences_of_any_length_have_the_same_bits_every_time(cache: torch.dtype) -> None:
     lengths = random.Random(1)
     sequences = on_hopper([lengths.randint(1, 3000) for _ in range(300)], num_kv_heads=8, dtype=cache)
     clean = dataclasses.replace(sequences, kv=without_poison(sequences.kv))
@@ -283,7 +287,7 @@ def test_hundreds_of_sequences_of_any_length_give_the_same_every_time(cache: tor
 @pytest.mark.gpu
 @either_cache
 def test_the_newest_key_counts_though_it_is_written_right_before(cache: torch.dtype) -> None:
-    """Pages are fetched before the kernels ahead have ended, but not those that these write."""
+    """Kernels fetch pages before earlier kernels have ended, except the pages that those write."""
     from baton.kernels.rope_kv import rope_and_cache
 
     sequences = on_hopper([200 + 3 * i for i in range(64)], num_kv_heads=8, dtype=cache)

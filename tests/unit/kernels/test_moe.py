@@ -94,7 +94,7 @@ def test_experts_equal_their_definition(
     case = replace(case.to(dtype), weights=case.weights)
     exact = reference.fused_experts(*case.to(torch.float64).inputs)
     *inputs, add_to = case.inputs
-    # Torch's products in a short type round what each expert gives; the reference rounds only the sum.
+    # In 16 bits torch rounds the output of each expert; the reference rounds the sum only.
     result, expected = fused_experts(*inputs, add_to=add_to), reference.fused_experts(*case.inputs)
     assert_as_accurate(result, exact, expected, slack=2.0 if dtype == torch.float32 else 4.0)
 
@@ -175,7 +175,7 @@ def test_experts_in_8_bits_are_what_their_bits_and_scales_say(hidden_size: int, 
         replace(narrow, down_scale=narrow.down_scale[:, :, :-1])
 
 
-def test_what_the_experts_give_is_added_in_place() -> None:
+def test_the_output_of_experts_is_added_in_place() -> None:
     case = mixture(5, 3, 2, 16, 8)
     *inputs, add_to = case.inputs
     assert fused_experts(*inputs, add_to=add_to) is add_to
