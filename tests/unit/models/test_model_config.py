@@ -1,4 +1,4 @@
-"""A model folder's config is read without torch or transformers, and refused by name where it cannot be served."""
+"""A model folder's config is read without torch and transformers, and refused by name if it cannot be served."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_end_tokens_of_the_generation_config_win(read: Callable[..., ModelConfig
     assert read().eos_token_ids == (2,)
     assert read(eos_token_id=[5, 6, 5]).eos_token_ids == (5, 6)
     assert read(eos_token_id=None).eos_token_ids == ()
-    assert read(eos_token_id=[-1, 5, 10**6]).eos_token_ids == (5,), "the others are never drawn"
+    assert read(eos_token_id=[-1, 5, 10**6]).eos_token_ids == (5,), "tokens outside of the vocabulary are never drawn"
     assert read(generation={"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
     assert read(generation={"temperature": 0.6}).eos_token_ids == (2,)
 
@@ -196,10 +196,10 @@ def test_linear_and_dynamic_scaling_reach_as_far_as_their_factor_where_that_is_a
         read(**keys, given={"max_model_len": 1281})
 
 
-def test_dynamic_scaling_is_that_of_the_longest_sequence_and_part_of_the_identity(
+def test_dynamic_scaling_depends_on_max_model_len_and_is_part_of_the_identity(
     read: Callable[..., ModelConfig],
 ) -> None:
-    """Engines of other lengths turn keys otherwise: they must not read each other's."""
+    """Engines of other lengths rotate keys by other angles, so they must not read each other's."""
     keys = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
     within, beyond = read(**keys, given={"max_model_len": 300}), read(**keys, given={"max_model_len": 1024})
     assert within.rope == Rope(500.0)
