@@ -78,7 +78,7 @@ def inputs_of(size: int, ranks: int, seed: int) -> list[Tensor]:
 
 
 @functools.cache
-def let_others_run() -> None:
+def sleep_after_each_poll() -> None:
     """Let other processes run after each poll, as there are more ranks than cores."""
     from triton.runtime.interpreter import interpreter_builder
 
@@ -93,7 +93,7 @@ def let_others_run() -> None:
 
 
 def map_memory(rank: int, files: list[Path]) -> PeerMemory:
-    let_others_run()
+    sleep_after_each_poll()
     count = total_bytes(ROOM_BYTES) // 2
     maps = [torch.from_file(str(file), shared=True, size=count, dtype=torch.int16) for file in files]
     addresses = [tensor.data_ptr() for tensor in maps]

@@ -103,7 +103,7 @@ def run_one(op: Op, memory: PeerMemory) -> None:
 
 
 @pytest.mark.parametrize("op", [Op.DISPATCH, Op.COMBINE])
-def test_a_device_that_waits_for_tokens_in_vain_is_freed_by_the_end_of_the_group(pool: MemberPool, op: Op) -> None:
+def test_the_end_of_a_group_frees_a_device_that_waits_for_missing_tokens(pool: MemberPool, op: Op) -> None:
     run = functools.partial(run_one, op)
     (waits, elapsed_s), _ = pool.run(wait_in_vain, run, tp=2, device="cuda", timeout_s=TIMEOUT_S)
     assert waits

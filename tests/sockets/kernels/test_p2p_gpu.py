@@ -87,7 +87,7 @@ def run_on(way: Way, memory: PeerMemory) -> None:
 
 
 @pytest.mark.parametrize("op", COLLECTIVES)
-def test_a_device_that_waits_for_a_peer_in_vain_is_freed_by_the_end_of_the_group(pool: MemberPool, op: Op) -> None:
+def test_the_end_of_a_group_frees_a_device_that_waits_for_a_missing_peer(pool: MemberPool, op: Op) -> None:
     run = functools.partial(run_on, Way(op, Algorithm.ONE_SHOT, 1024))
     (waits, elapsed_s), _ = pool.run(wait_in_vain, run, tp=2, device="cuda", timeout_s=TIMEOUT_S)
     assert waits

@@ -104,7 +104,7 @@ def test_shuffled_blocks_and_runs_arrive_intact_for_all_sizes(engines: dict[int,
             assert holder.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
 
 
-def test_all_ranks_count_what_they_read(engines: dict[int, EngineProcess]) -> None:
+def test_statistics_include_the_reads_of_all_ranks(engines: dict[int, EngineProcess]) -> None:
     *_, holder, reader = engines.values()
     time.sleep(0.1)  # statistics are as of the transfer thread's last round
     before, layout = reader.stats(), reader.layout

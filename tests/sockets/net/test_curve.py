@@ -75,7 +75,7 @@ def test_messages_of_a_client_with_another_clusters_key_do_not_arrive(context: z
         assert not server.poll(SILENCE_MS)
 
 
-def a_stranger_with(key: ClusterKey, context: zmq.Context, address: str) -> zmq.Socket:
+def client_with_public_key_only(key: ClusterKey, context: zmq.Context, address: str) -> zmq.Socket:
     """Return a client that knows the public key only."""
     client = context.socket(zmq.DEALER)
     client.curve_serverkey = zmq.curve_public(key.to_bytes())
@@ -88,7 +88,7 @@ def test_knowing_the_public_key_is_not_enough(context: zmq.Context) -> None:
     """Without the ZAP handler libzmq would let this client in."""
     key = ClusterKey.generate()
     server, address = server_of(context, key)
-    with server, a_stranger_with(key, context, address) as client:
+    with server, client_with_public_key_only(key, context, address) as client:
         send_if_open(client)
         assert not server.poll(SILENCE_MS)
 
@@ -100,7 +100,7 @@ def test_without_a_zap_handler_no_client_is_accepted(context: zmq.Context, monke
     monkeypatch.setattr(Authenticator, "start", bind_nothing)
     key = ClusterKey.generate()
     server, address = server_of(context, key)
-    with server, a_stranger_with(key, context, address) as client:
+    with server, client_with_public_key_only(key, context, address) as client:
         send_if_open(client)
         assert not server.poll(SILENCE_MS)
 

@@ -27,5 +27,5 @@ def rule_for(sequences: PagedSequences, **options: Any) -> AttentionRule:
     return AttentionRule(kv.shape[5] ** -0.5, **{**scales, **options})
 
 
-def asked(sequences: PagedSequences, num_heads: int) -> Tensor:
+def queries_for(sequences: PagedSequences, num_heads: int) -> Tensor:
     return queries(sequences, num_heads, WIDE if sequences.kv.dtype == NARROW else None)

@@ -171,7 +171,7 @@ def plainly(q: Tensor, keys: Tensor, values: Tensor, soft_cap: float, sink: floa
     return weights @ values
 
 
-def test_a_cap_and_a_sink_do_what_the_formula_says() -> None:
+def test_a_cap_and_a_sink_follow_the_formula() -> None:
     sequences = paged_sequences([1], [16], num_kv_heads=1)
     q = queries(sequences, 2, 64, torch.float32)
     keys, values = sequences.kv[sequences.batch.block_tables[0, 0], 0, LAYER].double()

@@ -115,7 +115,7 @@ def test_a_window_begins_elsewhere_for_each_query(triton_device: torch.device, w
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (8, 1), (10, 2)])
 @pytest.mark.parametrize("num_shares", [2, 9])
-def test_rules_hold_for_each_query_whatever_the_heads(
+def test_rules_hold_for_each_query_with_any_heads(
     triton_device: torch.device, num_heads: int, num_kv_heads: int, num_shares: int
 ) -> None:
     sequences = drafted(triton_device, num_kv_heads=num_kv_heads)
@@ -314,7 +314,7 @@ def test_parts_in_half_precision_are_put_together_either_way(lengths: list[int])
 
 
 @pytest.mark.gpu
-def test_an_fp8_cache_gives_what_its_values_in_bfloat16_give() -> None:
+def test_an_fp8_cache_gives_the_result_of_its_values_in_bfloat16() -> None:
     sequences = decodes(torch.device("cuda"), [3000, 17, 200], num_kv_heads=8, head_dim=128)
     stored = without_poison(sequences.kv).to(torch.float8_e4m3fn)
     scales = {name: torch.tensor(value, device="cuda") for name, value in (("k_scale", 0.5), ("v_scale", 2.0))}

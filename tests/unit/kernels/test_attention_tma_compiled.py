@@ -14,7 +14,7 @@ from baton.kernels.attention.gpu import decode_fp8_hopper, decode_hopper, paged_
 from baton.kernels.attention.gpu.decode_plan import DecodePlan
 
 from ...helpers.aot import Compiled, compile_for_h200
-from .attention_tma_cases import KERNELS, NARROW, WIDE, asked, either_cache, rule_for
+from .attention_tma_cases import KERNELS, NARROW, WIDE, either_cache, queries_for, rule_for
 from .decode_attention_inputs import LAYER, decodes, queries
 from .kernel_checks import PagedSequences
 
@@ -149,7 +149,7 @@ def test_queries_of_another_dtype_and_scaled_caches_of_16_bits_are_not_served() 
 
 def test_the_fp8_kernel_serves_queries_of_16_bits_and_fp8_caches_only() -> None:
     sequences = decodes(torch.device("cpu"), [40, 5], dtype=NARROW)
-    q = asked(sequences, 4)
+    q = queries_for(sequences, 4)
     assert decode_fp8_hopper.serves(q, sequences.kv)
     assert decode_fp8_hopper.serves(q.half(), sequences.kv)
     assert not decode_fp8_hopper.serves(q.float(), sequences.kv)

@@ -15,7 +15,7 @@ from baton.kernels.attention import AttentionRule, reference
 from baton.kernels.attention.gpu import paged_attention, prepare
 from baton.kernels.attention.gpu.decode_plan import DecodePlan, prepared
 
-from .attention_tma_cases import KERNELS, NARROW, WIDE, asked, either_cache, rule_for
+from .attention_tma_cases import KERNELS, NARROW, WIDE, either_cache, queries_for, rule_for
 from .decode_attention_inputs import LAYER, RAGGED, decodes, drafted, queries
 from .kernel_checks import PagedSequences, assert_as_accurate, without_poison
 
@@ -70,7 +70,7 @@ def test_the_result_is_right_in_however_many_shares(
     cache: torch.dtype, lengths: list[int], num_shares: int | None
 ) -> None:
     sequences = on_hopper(lengths, num_kv_heads=8, dtype=cache)
-    check(asked(sequences, 32), sequences, num_shares)
+    check(queries_for(sequences, 32), sequences, num_shares)
 
 
 def drafted_on_hopper(**shape: Any) -> PagedSequences:
@@ -85,7 +85,7 @@ def drafted_on_hopper(**shape: Any) -> PagedSequences:
 @pytest.mark.parametrize("num_shares", [None, 1, 2, 5, 9, 40])
 def test_each_of_a_few_queries_sees_the_keys_up_to_its_own(cache: torch.dtype, num_shares: int | None) -> None:
     sequences = drafted_on_hopper(dtype=cache)
-    check(asked(sequences, 32), sequences, num_shares)
+    check(queries_for(sequences, 32), sequences, num_shares)
 
 
 @pytest.mark.gpu
@@ -100,7 +100,7 @@ def test_a_few_queries_of_heads_of_any_number_and_size(
     cache: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
 ) -> None:
     sequences = drafted_on_hopper(dtype=cache, head_dim=head_dim, num_kv_heads=num_kv_heads)
-    check(asked(sequences, num_heads), sequences, 7)
+    check(queries_for(sequences, num_heads), sequences, 7)
 
 
 @pytest.mark.gpu
@@ -110,7 +110,7 @@ def test_a_few_queries_of_heads_of_any_number_and_size(
 def test_a_window_begins_elsewhere_for_each_query(cache: torch.dtype, window: int, num_shares: int) -> None:
     sequences = drafted_on_hopper(dtype=cache)
     sinks = torch.linspace(-3, 3, 32, device="cuda")
-    check(asked(sequences, 32), sequences, num_shares, window=window, sinks=sinks, soft_cap=20.0)
+    check(queries_for(sequences, 32), sequences, num_shares, window=window, sinks=sinks, soft_cap=20.0)
 
 
 @pytest.mark.gpu
@@ -121,7 +121,7 @@ def test_padding_tokens_after_a_few_queries_of_each_sequence_become_zero(
 ) -> None:
     sequences = drafted_on_hopper(dtype=cache, padding=(3, 11))
     num_tokens = sum(sequences.query_lens)
-    result = fetched(asked(sequences, 32), sequences, num_shares)
+    result = fetched(queries_for(sequences, 32), sequences, num_shares)
     assert not result[num_tokens:].any()
     assert not result.isnan().any()
 
@@ -133,8 +133,8 @@ def test_padding_tokens_after_a_few_queries_of_each_sequence_become_zero(
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), PAIRS)
 def test_heads_of_any_number_and_size(cache: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
     sequences = on_hopper(LONG, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=cache)
-    check(asked(sequences, num_heads), sequences)
-    check(asked(sequences, num_heads), sequences, 7)
+    check(queries_for(sequences, num_heads), sequences)
+    check(queries_for(sequences, num_heads), sequences, 7)
 
 
 @pytest.mark.gpu
@@ -144,15 +144,15 @@ def test_heads_of_any_number_and_size(cache: torch.dtype, head_dim: int, num_hea
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_cache_of_8_bits_has_scales_or_not_and_queries_of_either_type(head_dim: int, scaled: dict[str, None]) -> None:
     sequences = on_hopper(LONG, head_dim=head_dim, dtype=NARROW)
-    check(asked(sequences, 8), sequences, 7, **scaled)
-    check(asked(sequences, 8).half(), sequences, 7, **scaled)
+    check(queries_for(sequences, 8), sequences, 7, **scaled)
+    check(queries_for(sequences, 8).half(), sequences, 7, **scaled)
 
 
 @pytest.mark.gpu
 def test_large_queries_over_a_cache_of_8_bits_lose_nothing() -> None:
     """FP8 products, which accumulate with about 14 bits, would not be accurate enough."""
     sequences = on_hopper(LONG, num_kv_heads=8, dtype=NARROW)
-    check(asked(sequences, 32).half() * 16, sequences, k_scale=None)
+    check(queries_for(sequences, 32).half() * 16, sequences, k_scale=None)
 
 
 @pytest.mark.gpu
@@ -193,7 +193,7 @@ def test_steps_that_the_fp8_kernel_does_not_support_are_served(
 @pytest.mark.parametrize("block_size", [8, 32, 64])
 def test_pages_of_any_size_that_a_unit_holds(cache: torch.dtype, block_size: int, head_dim: int) -> None:
     sequences = on_hopper(LONG, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=cache)
-    check(asked(sequences, 8), sequences, 5)
+    check(queries_for(sequences, 8), sequences, 5)
 
 
 @pytest.mark.gpu
@@ -202,7 +202,7 @@ def test_pages_of_any_size_that_a_unit_holds(cache: torch.dtype, block_size: int
 @pytest.mark.parametrize("num_shares", [1, 7])
 def test_a_window_hides_older_keys(cache: torch.dtype, window: int, num_shares: int) -> None:
     sequences = on_hopper(LONG, dtype=cache)
-    check(asked(sequences, 8), sequences, num_shares, window=window)
+    check(queries_for(sequences, 8), sequences, num_shares, window=window)
 
 
 @pytest.mark.gpu
@@ -211,9 +211,9 @@ def test_a_window_hides_older_keys(cache: torch.dtype, window: int, num_shares: 
 def test_scores_are_capped_and_sinks_take_weight_once(cache: torch.dtype, num_shares: int) -> None:
     sequences = on_hopper(LONG, head_dim=64, dtype=cache)
     sinks = torch.tensor([0.5, -3.0, 4.0, 100.0] * 2, device="cuda")
-    check(asked(sequences, 8) * 20, sequences, num_shares, soft_cap=5.0)
-    check(asked(sequences, 8), sequences, num_shares, sinks=sinks)
-    check(asked(sequences, 8), sequences, num_shares, sinks=sinks, soft_cap=5.0, window=300)
+    check(queries_for(sequences, 8) * 20, sequences, num_shares, soft_cap=5.0)
+    check(queries_for(sequences, 8), sequences, num_shares, sinks=sinks)
+    check(queries_for(sequences, 8), sequences, num_shares, sinks=sinks, soft_cap=5.0, window=300)
 
 
 @pytest.mark.gpu
@@ -224,8 +224,8 @@ def test_parts_of_few_sequences_are_added_by_a_kernel_of_their_own(cache: torch.
     plan = KERNELS[cache].plan_tma_decode(sequences.batch, sequences.kv, 32)
     assert plan is not None
     assert plan.apart
-    check(asked(sequences, 32), sequences)
-    check(asked(sequences, 32), sequences, 33, window=2000)
+    check(queries_for(sequences, 32), sequences)
+    check(queries_for(sequences, 32), sequences, 33, window=2000)
 
 
 @pytest.mark.gpu
@@ -235,7 +235,7 @@ def test_padding_sequences_give_zeros_and_change_no_other(cache: torch.dtype, nu
     sequences = on_hopper([40, 5, 100, 7], dtype=cache)
     seq_lens = torch.tensor([40, 0, 100, 0], dtype=torch.int32, device="cuda")
     padded = dataclasses.replace(sequences, batch=dataclasses.replace(sequences.batch, seq_lens=seq_lens))
-    q = asked(sequences, 8)
+    q = queries_for(sequences, 8)
     assert not fetched(q, padded, num_shares)[[1, 3]].any()
     check(q, padded, num_shares)
 
@@ -257,7 +257,7 @@ def test_sequences_may_use_any_row_of_the_block_tables_and_queries_may_be_a_view
 @either_cache
 def test_every_layer_leaves_the_workspace_ready_for_the_next(cache: torch.dtype) -> None:
     sequences = on_hopper(LONG, dtype=cache)
-    q = asked(sequences, 8)
+    q = queries_for(sequences, 8)
     assert torch.equal(fetched(q, sequences, 7, layers=3), fetched(q, sequences, 7))
 
 
@@ -265,7 +265,7 @@ def test_every_layer_leaves_the_workspace_ready_for_the_next(cache: torch.dtype)
 @either_cache
 def test_nan_in_a_query_makes_its_result_nan_and_no_other(cache: torch.dtype) -> None:
     sequences = on_hopper([40, 5, 100], dtype=cache)
-    q = asked(sequences, 8)
+    q = queries_for(sequences, 8)
     q[2, 1, 5] = float("nan")
     spoiled = torch.zeros(3, 8, dtype=torch.bool)
     spoiled[2, 1] = True
@@ -278,7 +278,7 @@ def test_hundreds_of_sequences_of_any_length_have_the_same_bits_every_time(cache
     lengths = random.Random(1)
     sequences = on_hopper([lengths.randint(1, 3000) for _ in range(300)], num_kv_heads=8, dtype=cache)
     clean = dataclasses.replace(sequences, kv=without_poison(sequences.kv))
-    q = asked(sequences, 32)
+    q = queries_for(sequences, 32)
     check(q, sequences)
     first = fetched(q, clean)
     assert all(torch.equal(fetched(q, clean), first) for _ in range(20))

@@ -67,7 +67,7 @@ def test_the_table_holds_every_case_of_an_op(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_captured_graph_is_what_runs() -> None:
+def test_on_a_gpu_the_bench_runs_a_captured_graph() -> None:
     x = torch.zeros(1 << 20, device="cuda")
     calls: list[None] = []
 

@@ -273,7 +273,7 @@ def test_weights_past_4_gib_are_found(options: dict[str, int]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 4, 16, 64])
-def test_kernels_that_start_early_in_a_graph_give_what_they_give_one_by_one(
+def test_kernels_that_start_early_in_a_graph_give_the_same_as_one_by_one(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this chain every kernel reads the previous kernel's output, and adds to that kernel's input."""

@@ -138,7 +138,7 @@ def test_masks_compile_for_an_h200() -> None:
 
 
 @pytest.mark.gpu
-def test_masked_rows_may_lie_beyond_four_gibibytes() -> None:
+def test_masked_rows_may_start_beyond_four_gibibytes() -> None:
     from baton.kernels.sampling.gpu.logit_edits import keep_allowed
 
     stride = 2**30 + 64  # elements: the third row starts beyond 2**31 of them
@@ -152,7 +152,7 @@ def test_masked_rows_may_lie_beyond_four_gibibytes() -> None:
 
 
 @pytest.mark.gpu
-def test_histories_may_lie_beyond_four_gibibytes() -> None:
+def test_histories_may_start_beyond_four_gibibytes() -> None:
     from baton.kernels.sampling import gpu
 
     capacity = 2**28 + 16

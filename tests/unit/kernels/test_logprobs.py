@@ -59,7 +59,7 @@ def test_impossible_tokens_have_minus_infinity(token_logprobs: TokenLogprobs) ->
     torch.testing.assert_close(top_logprobs, torch.tensor([[0.5, 0.5, 0.0]]).log())
 
 
-def test_rows_may_lie_beyond_four_gibibytes_and_apart() -> None:
+def test_rows_may_start_beyond_four_gibibytes_and_have_gaps() -> None:
     stride = 2**30 + 64  # floats
     wide = torch.empty(stride + 100)  # takes memory only for pages that are written
     logits = wide.as_strided((2, 100), (stride, 1))

@@ -57,7 +57,7 @@ def test_experts_come_from_the_best_groups_only(group_score: str, expected: list
     assert route(logits, rule)[0].tolist() == [expected]
 
 
-def test_padding_goes_to_no_expert() -> None:
+def test_padding_has_no_experts() -> None:
     expert_ids, weights = route(torch.randn(3, 4), RoutingRule(2), slots=torch.tensor([5, -1, 0]))
     assert (expert_ids >= 0).tolist() == [[True, True], [False, False], [True, True]]
     assert weights[1].tolist() == [0.0, 0.0]
@@ -150,7 +150,7 @@ def test_an_activation_with_limits_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize(("hidden_size", "width", "gated"), [(256, 128, True), (144, 200, True), (144, 200, False)])
-def test_experts_in_8_bits_are_what_their_bits_and_scales_say(hidden_size: int, width: int, gated: bool) -> None:
+def test_fp8_experts_equal_their_dequantized_weights(hidden_size: int, width: int, gated: bool) -> None:
     case = mixture(9, 3, 2, hidden_size, width, gated=gated)
     parts = case.experts.parts
     narrow = in_8_bits(case.experts)

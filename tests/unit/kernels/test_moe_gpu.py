@@ -181,7 +181,7 @@ def test_in_8_bits_experts_are_as_accurate_as_their_definition(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 100])
-def test_an_expert_may_lie_past_the_first_four_gibibytes(num_tokens: int) -> None:
+def test_an_expert_may_start_beyond_four_gibibytes(num_tokens: int) -> None:
     num_experts, hidden_size, width = 1400, 2048, 768
     case = mixture(num_tokens, 1, 1, hidden_size, width).to(torch.device("cuda")).to(torch.bfloat16)
     gate_up = torch.empty(num_experts, 2 * width, hidden_size, dtype=torch.bfloat16, device="cuda")

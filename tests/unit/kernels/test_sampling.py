@@ -169,7 +169,7 @@ def test_banned_and_biased_tokens(sample: Sample) -> None:
 
 
 @both
-def test_a_bad_word_is_banned_where_the_output_ends_with_its_beginning(sample: Sample) -> None:
+def test_a_bad_word_is_banned_if_the_output_ends_with_its_beginning(sample: Sample) -> None:
     table = torch.tensor([[7, 8, 1, 2, 3, 0], [7, 8, 1, 9, 3, 0], [7, 8, 1, 2, 0, 0], [1, 2, 3, 0, 0, 0]])
     history = TokenHistory(table, tokens(0, 1, 2, 3), tokens(2, 2, 2, 2))
     words = BadWords(tokens(0, 1, 2, 3, 2), torch.tensor([[2, 3, 4], [2, 3, 4], [2, 3, 4], [2, 3, 4], [-1, -1, 6]]))
@@ -292,7 +292,7 @@ def test_logits_may_be_a_slice_of_something_wider() -> None:
     assert sampling.sample(wide.T[:3], batch).equal(sampling.sample(wide.T[:3].contiguous(), batch))
 
 
-def test_rows_may_lie_beyond_four_gibibytes() -> None:
+def test_rows_may_start_beyond_four_gibibytes() -> None:
     stride = 2**30 + 64  # floats
     wide = torch.empty(stride + 100)  # takes memory only for pages that are written
     logits = wide.as_strided((2, 100), (stride, 1))

@@ -317,7 +317,7 @@ def test_a_step_with_every_feature_does_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_rows_may_lie_beyond_four_gibibytes() -> None:
+def test_rows_may_start_beyond_four_gibibytes() -> None:
     stride = 2**30 + 64  # elements: the third row starts beyond 2**31 of them
     wide = torch.empty(2 * stride + 300, dtype=torch.bfloat16, device="cuda")
     logits = wide.as_strided((3, 300), (stride, 1))

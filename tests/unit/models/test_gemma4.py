@@ -114,7 +114,7 @@ def test_tables_of_angles_have_rotated_pairs_only(read: Callable[..., ModelConfi
     assert cos_sin_table(config.window_rope, config.window_rotary_dim, 9).shape == (9, 256)
 
 
-def test_experts_are_read_where_they_are_enabled(read: Callable[..., ModelConfig]) -> None:
+def test_experts_are_read_if_they_are_enabled(read: Callable[..., ModelConfig]) -> None:
     config = read(**EXPERTS, num_kv_shared_layers=0, use_double_wide_mlp=False)
     assert config.moe is not None
     assert (config.moe.num_experts, config.moe.top_k, config.moe.intermediate_size) == (128, 8, 704)

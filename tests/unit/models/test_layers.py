@@ -91,7 +91,7 @@ class HalvesWeight(LinearWeight):
         return total if activation is None else functional.silu(total.chunk(2, -1)[0]) * total.chunk(2, -1)[1]
 
 
-def test_a_layer_is_stored_and_multiplied_as_its_method_says() -> None:
+def test_a_layer_is_stored_and_multiplied_by_its_method() -> None:
     layer, share = MergedLinear(32, {"gate": 16, "up": 16}, bias=True), Share(8, 8, 16)
     layer.keep_parts({"gate": share, "up": share})
     layer.use(HalvesMethod())

@@ -305,7 +305,7 @@ def test_keys_that_a_gpt_oss_config_leaves_out_have_the_defaults_of_transformers
     assert read(**{**GPT_OSS_20B, **dict.fromkeys(left_out)}).identity == read(**GPT_OSS_20B).identity
 
 
-def test_null_ropes_are_what_transformers_assumes(read: Callable[..., ModelConfig], tmp_path: Path) -> None:
+def test_null_ropes_have_the_defaults_of_transformers(read: Callable[..., ModelConfig], tmp_path: Path) -> None:
     expected = read(**GPT_OSS_20B)
     keys = {**PLAIN, **GPT_OSS_20B, "rope_scaling": None, "rope_parameters": None}
     (tmp_path / "config.json").write_text(json.dumps(keys))

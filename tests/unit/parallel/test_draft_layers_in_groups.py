@@ -97,7 +97,7 @@ def test_answers_are_those_without_drafts(
     if all(rank in drafting for rank, requests in enumerate(SHARES[share]) if requests):
         assert right == right_alone
     idle, _ = (runner.plans for runner in engines.runners)
-    guessed_in_vain = [plan for plan in idle if plan.step == EMPTY_STEP and plan.group and plan.group.num_guesses]
-    assert guessed_in_vain or share == "both"
+    idle_guesses = [plan for plan in idle if plan.step == EMPTY_STEP and plan.group and plan.group.num_guesses]
+    assert idle_guesses or share == "both"
     for runner in engines.device_runners:
         assert runner.captured.num_replays > 0

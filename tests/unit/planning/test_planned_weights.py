@@ -46,10 +46,10 @@ class Rank(Group):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def _nobody_is_there(self, *_: Any) -> Any:
+    def _refuse_communication(self, *_: Any) -> Any:
         raise AssertionError("dividing a model must not communicate")
 
-    all_reduce = all_gather = reduce_scatter = all_to_all = agree = close = _nobody_is_there
+    all_reduce = all_gather = reduce_scatter = all_to_all = agree = close = _refuse_communication
 
 
 def numbers_in(layer: Layer) -> int:

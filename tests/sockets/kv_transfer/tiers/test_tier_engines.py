@@ -62,7 +62,7 @@ def test_tokens_are_those_of_an_engine_that_computes_everything(
 
 
 @pytest.mark.slow
-def test_the_next_engine_restores_what_the_last_one_computed(model: Path, expected: Tokens, tmp_path: Path) -> None:
+def test_the_next_engine_restores_blocks_of_the_last_one(model: Path, expected: Tokens, tmp_path: Path) -> None:
     # With few blocks, some would be evicted before they are stored.
     with engine(model, DISK(tmp_path), num_gpu_blocks_override=MANY_BLOCKS) as first:
         first.run(a_batch())

@@ -143,7 +143,7 @@ class TestBothRanks:
             assert sorted([one.known(range(6)), other.known(range(6))]) == [[1, 2], [3, 4, 5]]
             assert one.load([1, 2]) == 2
 
-    def test_a_single_engine_does_not_take_the_files_of_a_group_and_says_so(
+    def test_a_single_engine_does_not_use_the_files_of_a_group_and_logs_it(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         with a_group(disk=4, folder=tmp_path) as group:
