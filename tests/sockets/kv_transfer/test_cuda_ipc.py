@@ -155,9 +155,7 @@ def test_ranges_that_the_kernel_does_not_support_are_copied_by_the_driver(
 
 
 @pytest.mark.gpu
-def test_reads_from_a_killed_holder_end_and_removing_the_peer_frees_its_memory(
-    holder: Holder, reader: CudaIpcTransport
-) -> None:
+def test_reads_from_a_killed_holder_end_and_the_device_still_works(holder: Holder, reader: CudaIpcTransport) -> None:
     import torch
 
     peer = connect(reader, holder.metadata)
@@ -187,7 +185,7 @@ def test_a_peer_on_another_machine_is_refused(holder: Holder, reader: CudaIpcTra
 
 
 @pytest.mark.gpu
-def test_memory_without_the_peers_number_in_it_is_not_read(holder: Holder, reader: CudaIpcTransport) -> None:
+def test_memory_without_the_peers_nonce_is_not_read(holder: Holder, reader: CudaIpcTransport) -> None:
     import msgspec
 
     forged = msgspec.structs.replace(decode_metadata(holder.metadata), nonce=bytes(16))
