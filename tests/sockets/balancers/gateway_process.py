@@ -19,7 +19,7 @@ from ...helpers.fake_cluster import FakeCluster
 from ...helpers.process_context import FORKING
 from ...helpers.tiny_model import MAX_MODEL_LEN, tiny_model, tiny_tokenizer
 
-STEP_S = 0.01  # of the engine: answers last long enough for events in their middle
+STEP_S = 0.01  # time of an engine's step: answers last long enough for events during them
 
 
 def gateway_process(port: int, drain_s: float, log: Path) -> BaseProcess:
@@ -56,5 +56,5 @@ async def _serve(port: int, drain_s: float) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     await told.wait()
     await server.drain()
-    await cluster.settled()  # everything that the gateway began has ended
+    await cluster.settled()  # waits until all requests of the gateway have ended
     await cluster.close()

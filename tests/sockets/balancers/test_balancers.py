@@ -106,14 +106,14 @@ async def eventually(condition: Callable[[], Any], timeout_s: float = 40.0) -> N
 
 
 @each_of(ALL_BALANCERS)
-async def test_the_file_as_it_is_shipped_is_valid(balancer: Balancer, tmp_path: Path) -> None:
+async def test_the_shipped_file_is_valid(balancer: Balancer, tmp_path: Path) -> None:
     file = Path(shutil.copy(CONFIGS / balancer.config, tmp_path))
     done = subprocess.run(balancer.checks(file), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 async def test_requests_are_spread_over_the_gateways(setup: Setup) -> None:
-    """Requests are sent over some time: balancers rightly send less to a gateway that is held up for a second."""
+    """The check covers some time, as balancers rightly send less to a gateway that is delayed for a second."""
     async with Load(setup.port, CLIENTS, stream=True).under_way() as load:
 
         def are_even() -> bool:
@@ -125,7 +125,7 @@ async def test_requests_are_spread_over_the_gateways(setup: Setup) -> None:
 
 @each_of(ALL_BALANCERS)
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_a_gateway_that_is_taken_away_under_load_costs_no_request(setup: Setup, stream: bool) -> None:
+async def test_a_gateway_that_is_stopped_and_restarted_under_load_loses_no_request(setup: Setup, stream: bool) -> None:
     leaver, stayer = setup.gateways
     async with Load(setup.port, CLIENTS, stream).under_way() as load:
         await eventually(lambda: answered_by(leaver) > CLIENTS)
@@ -142,8 +142,8 @@ async def test_a_gateway_that_is_taken_away_under_load_costs_no_request(setup: S
 
 
 @each_of([dataclasses.replace(balancer, drain_s=60.0) for balancer in (HAPROXY, ENVOY)])
-async def test_a_gateway_that_says_that_it_leaves_is_asked_no_more_though_its_port_is_open(setup: Setup) -> None:
-    """nginx has no health checks that would tell it."""
+async def test_a_draining_gateway_gets_no_more_requests_although_its_port_is_open(setup: Setup) -> None:
+    """nginx is not tested, as it has no active health checks."""
     leaver = setup.gateways[0]
     async with Load(setup.port, CLIENTS, stream=False).under_way() as load:
         await eventually(lambda: answered_by(leaver) > CLIENTS)
@@ -161,16 +161,16 @@ async def test_a_gateway_that_says_that_it_leaves_is_asked_no_more_though_its_po
 
 
 @each_of(ALL_BALANCERS)
-async def test_a_gateway_that_is_killed_costs_no_request_that_had_no_answer_yet(setup: Setup) -> None:
+async def test_a_killed_gateway_loses_no_request_without_output(setup: Setup) -> None:
     assert await failures_without(setup, setup.gateways[:1]) == []
 
 
 @each_of(ALL_BALANCERS)
 @pytest.mark.parametrize("num_gateways", [4])
-async def test_gateways_that_are_killed_at_once_cost_no_request_that_is_made_later(setup: Setup) -> None:
-    """Requests come before the balancer's checks notice, and the dead gateways are as many as it tries for a request.
+async def test_gateways_that_are_killed_at_once_lose_no_later_request(setup: Setup) -> None:
+    """Requests arrive before the balancer's checks fail, and a request's tries may all go to dead gateways.
 
-    The dead gateways also look least busy. A request that was under way may be retried at each of them as it dies.
+    The dead gateways also seem least busy. Requests in progress may be retried on each of them while it dies, and fail.
     """
     assert len(await failures_without(setup, setup.gateways[:3])) <= CLIENTS
 
@@ -187,11 +187,11 @@ async def failures_without(setup: Setup, gateways: list[int]) -> list[str]:
 
 
 @each_of(ALL_BALANCERS)
-async def test_a_gateway_that_is_killed_costs_no_stream_that_can_be_resumed(setup: Setup) -> None:
+async def test_a_killed_gateway_loses_no_resumable_stream(setup: Setup) -> None:
     victim = setup.gateways[0]
     async with Load(setup.port, CLIENTS, stream=True, resumable=True).under_way() as load:
         await eventually(setup.all_are_asked)
-        while not load.resumed:  # more than once only if none of its streams had begun just then
+        while not load.resumed:  # repeats only if the victim had no stream with output at that moment
             setup.processes[victim].kill()
             killed_at = load.answered
             await eventually(lambda killed_at=killed_at: load.answered > killed_at + 3 * CLIENTS)
@@ -200,17 +200,17 @@ async def test_a_gateway_that_is_killed_costs_no_stream_that_can_be_resumed(setu
             await asyncio.to_thread(wait_until_healthy, victim)
             await eventually(setup.all_are_asked)
     assert load.failures == []
-    assert len(load.answers) == CLIENTS, "each client had the same answer each time"
+    assert len(load.answers) == CLIENTS, "each client must get the same answer each time"
 
 
-async def test_tokens_are_passed_on_as_they_come(setup: Setup) -> None:
+async def test_tokens_are_forwarded_without_buffering(setup: Setup) -> None:
     await check_tokens_come_one_by_one(setup)
 
 
 @each_of([dataclasses.replace(NGINX, without="proxy_http_version 1.1;")])
 @pytest.mark.parametrize("num_gateways", [1])
-async def test_so_they_are_by_an_nginx_that_speaks_the_version_of_its_own_choice(setup: Setup) -> None:
-    """nginx then speaks HTTP/1.0, unless it is new."""
+async def test_nginx_with_its_default_http_version_forwards_tokens_without_buffering(setup: Setup) -> None:
+    """Without the option, nginx uses HTTP/1.0, except in new versions."""
     await check_tokens_come_one_by_one(setup)
     async with Load(setup.port, CLIENTS, stream=True).under_way() as load:
         await eventually(lambda: load.answered > 2 * CLIENTS)
@@ -227,11 +227,11 @@ async def check_tokens_come_one_by_one(setup: Setup) -> None:
         async for chunk in response.aiter_raw():
             arrivals.append(time.perf_counter())
             assert chunk
-    assert len(arrivals) > 4, "or somebody keeps them back"
+    assert len(arrivals) > 4, "the balancer must not buffer tokens"
     assert arrivals[-1] - arrivals[0] > 0.1
 
 
-def test_envoys_limits_fit_those_of_gateways() -> None:
+def test_limits_of_envoy_fit_those_of_gateways() -> None:
     config = yaml.safe_load((CONFIGS / "envoy.yaml").read_text())["static_resources"]
     (listener,), (cluster,) = config["listeners"], config["clusters"]
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
@@ -244,8 +244,12 @@ def test_envoys_limits_fit_those_of_gateways() -> None:
     assert seconds_of(options["common_http_protocol_options"]["idle_timeout"]) < KEEP_ALIVE_S
     assert seconds_of(check["interval"]) * check["unhealthy_threshold"] < GatewaySettings().drain_s
     assert check["no_traffic_interval"] == check["interval"]
-    assert cluster["common_lb_config"]["healthy_panic_threshold"] == {"value": 0}, "or it asks who says that it leaves"
-    assert cluster["common_lb_config"]["update_merge_window"] == "0s", "or it acts on a check up to a second later"
+    assert cluster["common_lb_config"]["healthy_panic_threshold"] == {"value": 0}, (
+        "otherwise Envoy uses gateways that drain"
+    )
+    assert cluster["common_lb_config"]["update_merge_window"] == "0s", (
+        "otherwise Envoy reacts to a check up to a second later"
+    )
     assert seconds_of(cluster["outlier_detection"]["base_ejection_time"]) > checks_notice_s
 
 

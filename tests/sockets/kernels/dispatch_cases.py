@@ -1,4 +1,4 @@
-"""Tokens of ranks whose experts lie on other ranks, and how loads of theirs are uneven."""
+"""Tokens whose experts are on other ranks, with even and uneven loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Load(StrEnum):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Tokens of all ranks on their way to experts, and back."""
+    """A dispatch of all ranks' tokens to experts, and the combine of the outputs."""
 
     load: Load
     num_tokens: int
@@ -52,7 +52,7 @@ class Exchange:
         return RankSlots(first=0, apart=slots, of_each=slots)
 
     def given(self, rank: int, ranks: int, dtype: torch.dtype, device: torch.device) -> RoutedTokens:
-        """With zeros below zero, alone and in pairs."""
+        """Return a rank's tokens. Some values are negative zeros, alone and in pairs."""
         generator = torch.Generator().manual_seed(100 * self.seed + rank)
         hidden = torch.randn(self.num_tokens, self.hidden_size, generator=generator).to(dtype)
         hidden[:, rank::7] = -0.0
@@ -77,7 +77,7 @@ class Exchange:
     def run(
         self, rank: int, memory: PeerMemory, dtype: torch.dtype, block: int
     ) -> tuple[DispatchedTokens, Tensor, Tensor]:
-        """Return what came, what came back of (rank + 1) times that, and how often experts were used. All poisoned."""
+        """Return the dispatched tokens, the combine of (rank + 1) times their values, and the uses of experts."""
         device = memory.addresses.device
         options = {"method": Algorithm.ONE_SHOT, "BLOCK": block}
         table = self.table(memory.size, device)
@@ -100,12 +100,12 @@ class Exchange:
 
 
 def partial_of(brought: DispatchedTokens, rank: int) -> Tensor:
-    """Return what experts give that multiply by (rank + 1): not a number where no token came."""
+    """Return the outputs of experts that multiply by (rank + 1), with NaN in rows without a token."""
     return (brought.hidden * (rank + 1)).masked_fill(brought.visits[0].view(-1, 1) == 0, float("nan"))
 
 
 def differences(found: tuple[DispatchedTokens, Tensor, Tensor], expected: tuple[DispatchedTokens, Tensor]) -> list[str]:
-    """Return what differs, to the bit; the sign of a sum of zeros is nobody's concern."""
+    """Return the names of parts with different bits; the sign of a sum of zeros may differ."""
     (brought, back, _), (wanted, wanted_back) = found, expected
     came = wanted.visits[0].view(-1) != 0
     pairs = {

@@ -1,4 +1,4 @@
-"""Collectives over the memory of peers, inputs of ranks for them, and memory that processes on CPUs share."""
+"""Cases of collectives over peer memory, inputs for them, and memory that processes on CPUs share."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ...helpers.member_pool import device_of
 
 gpu: Any = pytest.importorskip("baton.kernels.p2p.gpu")
 
-ROOM_BYTES = 128 << 10  # 512 values of a channel in one turn
+ROOM_BYTES = 128 << 10  # 512 values per channel and turn
 CPU = torch.device("cpu")
-TIMEOUT_S = 150.0  # on devices: each process compiles, or waits for the other that does
+TIMEOUT_S = 150.0  # on devices each process compiles, or waits for one that does
 REPLAYS = 200
 COLLECTIVES = [op for op in Op if op not in OF_TOKENS]
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="processes share memory of CPUs")
@@ -35,7 +35,7 @@ interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reas
 
 @dataclass(frozen=True)
 class Way:
-    """An op by one method, with blocks of one size."""
+    """An op with one method and one block size."""
 
     op: Op
     method: Algorithm = Algorithm.ONE_SHOT
@@ -50,7 +50,7 @@ class Way:
         return run(x, memory, self.options)
 
     def expected(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return what each rank has, of every rank's input."""
+        """Return each rank's result for all ranks' inputs."""
         define: Callable[..., Any] = getattr(reference, self.op.value)
         whole = define(inputs)
         return whole if self.op is Op.REDUCE_SCATTER else [whole] * len(inputs)
@@ -68,7 +68,7 @@ WAYS = [
 
 
 def inputs_of(size: int, ranks: int, seed: int) -> list[Tensor]:
-    """Return the inputs of each rank, with zeros below zero, alone and in pairs."""
+    """Return each rank's input. Some values are negative zeros, alone and in pairs."""
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(size, generator=generator).half() for _ in range(ranks)]
     for rank, x in enumerate(inputs):
@@ -78,8 +78,8 @@ def inputs_of(size: int, ranks: int, seed: int) -> list[Tensor]:
 
 
 @functools.cache
-def let_others_run() -> None:
-    """Leave others the processor after a vain look for what they send: there are more ranks than cores."""
+def sleep_after_each_poll() -> None:
+    """Let other processes run after each poll, as there are more ranks than cores."""
     from triton.runtime.interpreter import interpreter_builder
 
     load = interpreter_builder.create_masked_load
@@ -93,7 +93,7 @@ def let_others_run() -> None:
 
 
 def map_memory(rank: int, files: list[Path]) -> PeerMemory:
-    let_others_run()
+    sleep_after_each_poll()
     count = total_bytes(ROOM_BYTES) // 2
     maps = [torch.from_file(str(file), shared=True, size=count, dtype=torch.int16) for file in files]
     addresses = [tensor.data_ptr() for tensor in maps]
@@ -126,7 +126,7 @@ def share_memory(member: Member) -> tuple[PeerMemory, Callable[[str], list[str]]
 
 
 def replay_unevenly(member: Member, work: Callable[[], None]) -> None:
-    """Runs `work` in a graph, over and over, on devices of which now the one comes late and now the other."""
+    """Replay a graph of `work` many times, with one device or the other late by turns."""
     stream, graph = torch.cuda.Stream(device_of(member)), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         work()
@@ -136,23 +136,23 @@ def replay_unevenly(member: Member, work: Callable[[], None]) -> None:
         graph.capture_end()
         for replay in range(REPLAYS):
             if replay % 5 == 3 * member.rank:
-                torch.cuda._sleep(50_000)  # noqa: SLF001  cycles: so that ranks come unevenly
+                torch.cuda._sleep(50_000)  # noqa: SLF001  cycles, so that the ranks are not in step
             if replay % 50 == 10 * member.rank:
                 time.sleep(0.002)
             graph.replay()
             if replay % 37 == 0:
-                work()  # between replays, kernel by kernel
+                work()  # between replays, without the graph
         stream.synchronize()
 
 
 def num_left(member: Member, memory: PeerMemory) -> int:
-    """Return how many values were never taken from this rank's memory."""
+    """Return how many values in this rank's memory were never read."""
     left = torch.frombuffer(memory.read_own(), dtype=torch.int16)
     return int((left != EMPTY).sum())
 
 
 def wait_in_vain(member: Member, run: Callable[[PeerMemory], object]) -> tuple[bool, float]:
-    """Return whether rank 0 waits for the other, which does not come, and seconds until it has ended."""
+    """Return whether rank 0 waits for rank 1, which does not take part, and the seconds until its kernel has ended."""
     memory, exchange = share_memory(member)
     waits, elapsed_s = False, 0.0
     if member.rank == 0:

@@ -1,6 +1,6 @@
-"""Collectives over the memory of peers, a process a rank. Kernels are interpreted over files that the processes share.
+"""Collectives over peer memory, a process per rank. Kernels are interpreted, and files are the shared memory.
 
-On devices: test_p2p_gpu.py.
+test_p2p_gpu.py runs them on devices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ each_way = pytest.mark.parametrize("way", WAYS, ids=str)
 
 def test_the_definition_sums_in_float32_and_rounds_once() -> None:
     values = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
-    assert reference.all_reduce(values).item() == 258.0  # rounded twice it stays at 256
+    assert reference.all_reduce(values).item() == 258.0  # rounding twice would give 256
 
 
 def test_the_definition_of_a_gather_keeps_all_bits_but_those_of_two_negative_zeros_in_a_word() -> None:
@@ -50,8 +50,8 @@ def test_the_definition_of_a_gather_keeps_all_bits_but_those_of_two_negative_zer
 def run_in_turn(
     member: Member, folder: Path, calls: list[tuple[Way, int]], most_programs: int, slow_rank: int
 ) -> tuple[list[Tensor], Any]:
-    """Return what this rank has after each call, and how often each channel of its memory was used."""
-    options.MOST_PROGRAMS = most_programs  # of this process
+    """Return this rank's result of each call, and how often each channel of its memory was used."""
+    options.MOST_PROGRAMS = most_programs  # in this process
     files = [folder / str(rank) for rank in range(member.world_size)]
     memory = map_memory(member.rank, files)
     results = []
@@ -66,7 +66,7 @@ def run_in_turn(
 def check(
     pool: MemberPool, folder: Path, ranks: int, calls: list[tuple[Way, int]], most_programs: int = CHANNELS
 ) -> None:
-    """Each rank has what the definition says (but for the sign of a sum of zeros), and leaves nothing behind."""
+    """Check that each rank has the reference's result, up to the sign of zero sums, and that no values are left."""
     files = make_files(folder, ranks)
     answers = pool.run(run_in_turn, folder, calls, most_programs, ranks - 1, tp=ranks)
     for number, (way, size) in enumerate(calls):
@@ -74,20 +74,22 @@ def check(
         for (results, _), wanted in zip(answers, expected, strict=True):
             assert torch.equal(results[number], wanted), (number, str(way), size)
             if way.op is Op.ALL_GATHER:
-                assert torch.equal(results[number].view(torch.int16), wanted.view(torch.int16)), "of other types, too"
+                assert torch.equal(results[number].view(torch.int16), wanted.view(torch.int16)), (
+                    "a gather must keep the bits of other dtypes, too"
+                )
     assert all(torch.equal(turns, answers[0][1]) for _, turns in answers)
     for file in files:
         left = torch.from_file(str(file), shared=True, size=total_bytes(ROOM_BYTES) // 2, dtype=torch.int16)
-        assert (left == EMPTY).all(), "what was read stays behind"
+        assert (left == EMPTY).all(), "values that were read must be cleared"
 
 
 @interpreted
 @each_way
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_come_unevenly_have_what_the_definition_says(
+def test_results_are_those_of_the_definition_if_ranks_are_not_in_step(
     pool: MemberPool, tmp_path: Path, ranks: int, way: Way
 ) -> None:
-    sizes = [1, 5, 32, 1, 125, 1, 1, 65]  # so that programs differ in how often they ran
+    sizes = [1, 5, 32, 1, 125, 1, 1, 65]  # so that programs run different numbers of times
     vector = 8 * ranks if way.op is Op.REDUCE_SCATTER else 8
     check(pool, tmp_path, ranks, [(way, size * vector) for size in sizes])
 
@@ -98,12 +100,12 @@ def test_ops_take_turns_in_one_memory(pool: MemberPool, tmp_path: Path) -> None:
 
 
 def dispatch_over_peers(member: Member, folder: Path) -> tuple[Served, Tensor]:
-    """Return what ranks with spread experts bring each other, and what comes back of (rank + 1) times that."""
+    """Return the tokens that reach this rank's experts, and the combine of (rank + 1) times their values."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options.tuned, "config", lambda *_: {"method": 1, "BLOCK": 32})
         patch.setattr(p2p, "supports", gpu.supports)
         memory = map_memory(member.rank, [folder / str(rank) for rank in range(2)])
-        group = SymmetricGroup(StubGroup(member.rank, 2), memory)  # what goes the other way means nothing
+        group = SymmetricGroup(StubGroup(member.rank, 2), memory)  # a stub serves all but peer memory
         placement = ExpertPlacement.initial(4, 0, 2)
         table = ExpertMap.empty(4, placement.most_replicas, CPU)
         table.write(placement.replicas())
@@ -113,11 +115,11 @@ def dispatch_over_peers(member: Member, folder: Path) -> tuple[Served, Tensor]:
 
 
 def tokens_of(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Three with their experts and weights."""
+    """Return three tokens with their experts and weights."""
     generator = torch.Generator().manual_seed(rank)
     hidden, weights = torch.randn(3, 32, generator=generator).half(), torch.rand(3, 3, generator=generator)
     ids = torch.tensor([[0, 1, 2], [3, 1, -1], [-1, -1, -1]], dtype=torch.int32)
-    weights.view(torch.int16)[0, 0] = EMPTY  # half of a number
+    weights.view(torch.int16)[0, 0] = EMPTY  # half of a float32
     return hidden, ids, weights
 
 
@@ -135,7 +137,7 @@ def test_tokens_reach_experts_of_data_parallel_ranks_and_come_back_summed(pool: 
 
 @interpreted
 @each_way
-def test_programs_take_several_blocks_where_there_are_more_than_programs(
+def test_programs_take_several_blocks_if_there_are_more_than_programs(
     pool: MemberPool, tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "MOST_PROGRAMS", 4)
@@ -147,26 +149,26 @@ def test_programs_take_several_blocks_where_there_are_more_than_programs(
 
 @interpreted
 @each_way
-def test_nobody_is_waited_for_once_the_group_has_ended(tmp_path: Path, way: Way) -> None:
+def test_kernels_stop_waiting_for_peers_once_the_group_has_ended(tmp_path: Path, way: Way) -> None:
     memory = map_memory(0, make_files(tmp_path, 2))
     threading.Timer(0.5, memory.end).start()
     begin = time.monotonic()
     way.run(torch.ones(64, dtype=torch.float16), memory)
     assert memory.ended.item() == 1
-    assert time.monotonic() - begin > 0.4, "it did not wait"
+    assert time.monotonic() - begin > 0.4, "the kernel must wait until the group ends"
 
 
 @interpreted
 @each_way
-def test_a_sketch_waits_for_nobody(way: Way) -> None:
+def test_memory_without_peers_does_not_wait(way: Way) -> None:
     memory = PeerMemory.without_peers(1, 4, CPU, room_bytes=ROOM_BYTES)
     shape = {Op.ALL_REDUCE: (64, 2), Op.ALL_GATHER: (256, 2), Op.REDUCE_SCATTER: (16, 2)}[way.op]
     assert way.run(torch.ones(64, 2, dtype=torch.float16), memory).shape == shape
 
 
-def test_what_does_not_fit_is_the_librarys() -> None:
+def test_inputs_that_do_not_fit_use_the_library() -> None:
     memory = PeerMemory(0, [0, 0], CPU, room_bytes=ROOM_BYTES)
-    most = {Op.ALL_REDUCE: 256, Op.ALL_GATHER: 256, Op.REDUCE_SCATTER: 512}  # values of a channel
+    most = {Op.ALL_REDUCE: 256, Op.ALL_GATHER: 256, Op.REDUCE_SCATTER: 512}  # values per channel
     for op, values in most.items():
         way = Way(op)
         fits = torch.zeros(values * CHANNELS, dtype=torch.bfloat16)
@@ -178,13 +180,13 @@ def test_what_does_not_fit_is_the_librarys() -> None:
 
 @interpreted
 @pytest.mark.parametrize("op", COLLECTIVES)
-def test_what_is_not_whole_vectors_of_16_bits_is_refused(op: Op) -> None:
+def test_inputs_other_than_whole_vectors_of_16_bit_values_are_refused(op: Op) -> None:
     memory, way = PeerMemory(0, [0, 0], CPU), Way(op)
     fits = torch.zeros(256 * CHANNELS, dtype=torch.bfloat16)
     assert options.fitting_method(op, way.options, fits[:64], memory) is Algorithm.ONE_SHOT
     others = [fits[:63], fits[4:68], fits[:0], fits[:64].float(), fits[:256].view(16, 16)[:, :8]]
     if op is Op.REDUCE_SCATTER:
-        others += [fits[:24], fits[:48].view(3, 16)]  # no whole vectors, or no whole rows, for each rank
+        others += [fits[:24], fits[:48].view(3, 16)]  # each rank would not have whole vectors, or whole rows
     for x in others:
         assert not gpu.supports(op, x, memory)
         with pytest.raises(ValueError, match=f"{op.value}: .* not for the memory of peers"):
@@ -197,7 +199,7 @@ def test_tensors_of_a_cpu_are_not_served(op: Op) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_untuned_sums_go_from_one_shot_to_two_to_the_library(ranks: int) -> None:
+def test_untuned_sums_use_one_shot_then_two_shots_then_the_library_by_size(ranks: int) -> None:
     methods = [options.untuned(Op.ALL_REDUCE, ranks, 1 << bits)["method"] for bits in range(10, 28)]
     order = {Algorithm.ONE_SHOT: 0, Algorithm.TWO_SHOTS: 1, Algorithm.LIBRARY: 2}
     assert methods[0] is Algorithm.ONE_SHOT
@@ -206,7 +208,7 @@ def test_untuned_sums_go_from_one_shot_to_two_to_the_library(ranks: int) -> None
     assert (Algorithm.TWO_SHOTS in methods) == (ranks > 2)
 
 
-def test_what_is_measured_replaces_its_own_and_leaves_other_ops_and_ranks(
+def test_new_measurements_replace_only_those_of_the_same_op_and_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "device_name", lambda _: "NVIDIA_H200")
@@ -233,14 +235,16 @@ def test_what_is_measured_replaces_its_own_and_leaves_other_ops_and_ranks(
 
 
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.REDUCE_SCATTER])
-def test_what_was_never_measured_is_the_librarys(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_without_measurements_use_the_library(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, x = PeerMemory(0, [0, 0], CPU), torch.zeros(4096, dtype=torch.bfloat16)
     assert not gpu.supports(op, x, memory)
     sums_only = [tuned.Entry(options.tuning_key(Op.ALL_REDUCE, 2, 8192), {"method": 1, "BLOCK": 512})]
     assert tuned.nearest(sums_only, options.tuning_key(op, 2, 8192)) is None
     measured = [tuned.Entry(options.tuning_key(op, 2, 8192), {"method": 1, "BLOCK": 512})]
     assert tuned.nearest(measured, options.tuning_key(op, 2, 65536)) == measured[0]
-    assert tuned.nearest(measured, options.tuning_key(op, 4, 8192)) is None, "other numbers of ranks"
+    assert tuned.nearest(measured, options.tuning_key(op, 4, 8192)) is None, (
+        "options of another number of ranks must not be used"
+    )
     monkeypatch.setattr(options.tuned, "config", lambda *_: measured[0].config)
     assert gpu.supports(op, x, memory)
 
@@ -261,7 +265,7 @@ KERNELS = [collectives.one_shot, collectives.two_shots, collectives.gather_parts
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_values_move_in_16_bytes_past_the_first_cache(kernel: Any, ranks: int) -> None:
+def test_values_move_16_bytes_at_a_time_and_bypass_l1(kernel: Any, ranks: int) -> None:
     outputs = {name: "*bf16" for name in ("gathered", "total") if name in kernel.arg_names}
     pointers = {"x": "*bf16", **outputs, "addresses": "*i64", "turns": "*i32", "ended": "*i32"}
     numbers = dict.fromkeys(("num_vectors", "steps", "rank"), "i32")
@@ -269,5 +273,5 @@ def test_values_move_in_16_bytes_past_the_first_cache(kernel: Any, ranks: int) -
     compiled = compile_for_h200(kernel, {**pointers, **numbers}, constants, max_spill_bytes=8, num_warps=4)
     assert "ld.volatile.global.v4" in compiled.ptx
     assert "st.global.b16" not in compiled.ptx
-    assert compiled.ptx.count("st.global.b32") == 1, "the count of turns is the only value that is stored alone"
+    assert compiled.ptx.count("st.global.b32") == 1, "only the count of turns may be stored alone"
     assert "griddepcontrol.wait" in compiled.ptx

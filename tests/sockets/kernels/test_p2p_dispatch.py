@@ -1,4 +1,4 @@
-"""Tokens go to the ranks of their experts and come back, a process a rank. On devices: test_p2p_dispatch_gpu.py."""
+"""Dispatch and combine over peer memory, a process per rank. test_p2p_dispatch_gpu.py runs them on devices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ UNEVEN = [
 ]
 
 
-def test_the_definition_brings_a_row_to_the_ranks_of_its_experts_and_its_routing_to_all() -> None:
+def test_the_definition_sends_a_row_to_the_ranks_of_its_experts_and_its_routing_to_all() -> None:
     ids = [torch.tensor([[0, -1, -1], [-1, -1, -1]]), torch.tensor([[0, 15, 7], [8, 9, 10]])]
     given = [
         RoutedTokens(torch.full((2, 8), 1.0 + rank).half(), each.int(), torch.ones(2, 3))
@@ -66,8 +66,8 @@ def test_the_definition_brings_a_row_to_the_ranks_of_its_experts_and_its_routing
 def exchange_in_turn(
     member: Member, folder: Path, exchanges: list[Exchange], most_programs: int, slow_rank: int
 ) -> tuple[list[tuple[Any, Tensor, Tensor]], Tensor]:
-    """Return what this rank has after each exchange, and how often each channel of its memory was used."""
-    options.MOST_PROGRAMS = most_programs  # of this process
+    """Return this rank's results of each exchange, and how often each channel of its memory was used."""
+    options.MOST_PROGRAMS = most_programs  # in this process
     memory = map_memory(member.rank, [folder / str(rank) for rank in range(member.world_size)])
     results = []
     for number, exchange in enumerate(exchanges):
@@ -78,7 +78,7 @@ def exchange_in_turn(
 
 
 def check(pool: MemberPool, folder: Path, ranks: int, exchanges: list[Exchange], most_programs: int = CHANNELS) -> None:
-    """Each rank has what the definition says, tokens are counted once, and nothing is left behind."""
+    """Check that each rank has the reference's result, that tokens are counted once, and that no values are left."""
     files = make_files(folder, ranks)
     answers = pool.run(exchange_in_turn, folder, exchanges, most_programs, ranks - 1, tp=ranks, timeout_s=TIMEOUT_S)
     for number, exchange in enumerate(exchanges):
@@ -90,19 +90,19 @@ def check(pool: MemberPool, folder: Path, ranks: int, exchanges: list[Exchange],
     assert all(torch.equal(turns, answers[0][1]) for _, turns in answers)
     for file in files:
         left = torch.from_file(str(file), shared=True, size=total_bytes(ROOM_BYTES) // 2, dtype=torch.int16)
-        assert (left == EMPTY).all(), "what was read stays behind"
+        assert (left == EMPTY).all(), "values that were read must be cleared"
 
 
 @interpreted
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_uneven_loads_of_ranks_that_come_unevenly_are_what_the_definition_says(
+def test_uneven_loads_are_exchanged_as_defined_if_ranks_are_not_in_step(
     pool: MemberPool, tmp_path: Path, ranks: int
 ) -> None:
     check(pool, tmp_path, ranks, UNEVEN)
 
 
 @interpreted
-def test_programs_take_several_blocks_of_tokens_where_there_are_more_than_programs(
+def test_programs_take_several_blocks_of_tokens_if_there_are_more_than_programs(
     pool: MemberPool, tmp_path: Path
 ) -> None:
     assert options.programs_and_steps(Op.DISPATCH, Algorithm.ONE_SHOT, BLOCK, (3, 72), 2) == (6, 1)
@@ -113,12 +113,12 @@ def test_programs_take_several_blocks_of_tokens_where_there_are_more_than_progra
 def exchange_both_ways(
     member: Member, folder: Path, exchanges: list[Exchange], column: int
 ) -> list[tuple[Served, Tensor, Tensor]]:
-    """Return what came, what came back and what was counted, of `OverPeers` and then of `GatherScatter`.
+    """Return dispatched tokens, combined outputs and loads, of `OverPeers` and then of `GatherScatter`.
 
-    Ranks are those of one column of two.
+    The ranks are one of two tensor-parallel columns.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "MOST_PROGRAMS", CHANNELS)  # whatever the process was told before
+        patch.setattr(options, "MOST_PROGRAMS", CHANNELS)  # the process may have another value from an earlier test
         patch.setattr(options.tuned, "config", lambda *_: {"method": 1, "BLOCK": BLOCK})
         patch.setattr(p2p, "supports", gpu.supports)
         patch.setattr(p2p, "supports_dispatch", gpu.supports_dispatch)
@@ -144,9 +144,7 @@ def exchange_both_ways(
 
 @interpreted
 @pytest.mark.parametrize("column", [0, 1])
-def test_a_layer_gets_the_bits_that_everybodys_tokens_to_everybody_would_give(
-    pool: MemberPool, tmp_path: Path, column: int
-) -> None:
+def test_a_layer_gets_the_same_bits_as_from_gather_and_scatter(pool: MemberPool, tmp_path: Path, column: int) -> None:
     exchanges = [Exchange(Load.RANDOM, 5, hidden_size=128), Exchange(Load.PADDED, 4, hidden_size=128, replicas=8)]
     make_files(tmp_path, 2)
     for results in pool.run(exchange_both_ways, tmp_path, exchanges, column, dp=2):
@@ -156,7 +154,7 @@ def test_a_layer_gets_the_bits_that_everybodys_tokens_to_everybody_would_give(
             assert torch.equal(ours.expert_ids, theirs.expert_ids)
             assert torch.equal(ours.weights, theirs.weights)
             came = (theirs.expert_ids >= 0).any(1)
-            assert 0 < came.sum() < len(came), "each rank serves some tokens, and not all"
+            assert 0 < came.sum() < len(came), "each rank must serve some tokens, and not all"
             assert torch.equal(ours.hidden[came].view(torch.int16), theirs.hidden[came].view(torch.int16))
             assert torch.equal(back.view(torch.int16), wanted.view(torch.int16))
             assert torch.equal(counted, wanted_counted)
@@ -165,18 +163,18 @@ def test_a_layer_gets_the_bits_that_everybodys_tokens_to_everybody_would_give(
 
 @interpreted
 @pytest.mark.parametrize("op", [Op.DISPATCH, Op.COMBINE])
-def test_no_tokens_are_waited_for_once_the_group_has_ended(tmp_path: Path, op: Op) -> None:
+def test_kernels_stop_waiting_for_tokens_once_the_group_has_ended(tmp_path: Path, op: Op) -> None:
     memory = map_memory(0, make_files(tmp_path, 2))
     threading.Timer(0.5, memory.end).start()
     begin = time.monotonic()
     run_one(op, memory)
     assert memory.ended.item() == 1
-    assert time.monotonic() - begin > 0.4, "it did not wait"
+    assert time.monotonic() - begin > 0.4, "the kernel must wait until the group ends"
 
 
 @interpreted
 @pytest.mark.parametrize("op", [Op.DISPATCH, Op.COMBINE])
-def test_a_sketch_waits_for_nobodys_tokens(op: Op) -> None:
+def test_memory_without_peers_does_not_wait_for_tokens(op: Op) -> None:
     memory = PeerMemory.without_peers(1, 4, CPU, room_bytes=ROOM_BYTES)
     assert run_one(op, memory).shape == ((16, 72) if op is Op.DISPATCH else (4, 72))
 
@@ -190,9 +188,9 @@ def run_one(op: Op, memory: PeerMemory) -> Tensor:
     return gpu.combine(torch.ones(memory.size * 4, 72, dtype=HALF), visits, memory, way)
 
 
-def test_tokens_that_do_not_fit_go_with_everybodys() -> None:
-    memory = PeerMemory(0, [0, 0], CPU, room_bytes=ROOM_BYTES)  # 512 values of a channel
-    for op, most in ((Op.DISPATCH, 2), (Op.COMBINE, 4)):  # blocks from each rank, with and without room for routing
+def test_tokens_that_do_not_fit_use_the_library() -> None:
+    memory = PeerMemory(0, [0, 0], CPU, room_bytes=ROOM_BYTES)  # 512 values per channel
+    for op, most in ((Op.DISPATCH, 2), (Op.COMBINE, 4)):  # blocks; only dispatches have routing
         rows = most * CHANNELS * (2 if op is Op.COMBINE else 1)
         way = {"method": 1, "BLOCK": BLOCK}
         assert options.fitting_method(op, way, torch.zeros(rows, BLOCK).half(), memory) is Algorithm.ONE_SHOT
@@ -202,7 +200,7 @@ def test_tokens_that_do_not_fit_go_with_everybodys() -> None:
         )
 
 
-def test_tokens_of_rows_that_are_no_whole_vectors_or_of_more_experts_than_have_room_are_refused(
+def test_rows_that_are_no_whole_vectors_and_too_many_experts_per_token_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(options.tuned, "config", lambda *_: {"method": 1, "BLOCK": BLOCK})
@@ -227,7 +225,7 @@ def test_tokens_of_rows_that_are_no_whole_vectors_or_of_more_experts_than_have_r
         with pytest.raises(ValueError, match=reason):
             gpu.dispatch(tokens_, exchange.table(2, CPU), exchange.places(2), memory)
     with pytest.raises(ValueError, match="is not for the memory of peers"):
-        gpu.combine(good.hidden[:3], torch.ones(2, 2, 2, dtype=torch.int32), memory)  # no whole row for each rank
+        gpu.combine(good.hidden[:3], torch.ones(2, 2, 2, dtype=torch.int32), memory)  # 3 rows for 2 ranks
 
 
 def test_tokens_of_a_cpu_are_not_served() -> None:
@@ -235,7 +233,7 @@ def test_tokens_of_a_cpu_are_not_served() -> None:
     assert not p2p.supports_dispatch(given, PeerMemory(0, [0, 0], CPU))
 
 
-def test_steps_of_one_size_go_over_peers_memory_where_there_is_some_and_others_with_everybodys() -> None:
+def test_captured_steps_use_peer_memory_if_available_and_eager_ones_gather_all_tokens() -> None:
     placement = ExpertPlacement.initial(EXPERTS, 0, 2)
     group = SymmetricGroup(StubGroup(1, 2), PeerMemory(1, [0, 0], CPU, room_bytes=ROOM_BYTES))
     for dp, kind in ((group, OverPeers), (StubGroup(1, 2), GatherScatter)):
@@ -244,8 +242,8 @@ def test_steps_of_one_size_go_over_peers_memory_where_there_is_some_and_others_w
         assert type(dispatches.eager) is GatherScatter
 
 
-def test_tokens_that_were_not_measured_go_with_everybodys() -> None:
-    """No tokens of a CPU were measured."""
+def test_tokens_without_measurements_are_gathered_from_all_ranks() -> None:
+    """There are no measurements for a CPU."""
     exchange, placement = Exchange(Load.RANDOM, 3), ExpertPlacement.initial(EXPERTS, 0, 2)
     group = SymmetricGroup(StubGroup(1, 2), PeerMemory(1, [0, 0], CPU, room_bytes=ROOM_BYTES))
     dispatch = OverPeers(ParallelGroups(ALONE, group, group, ExpertSpread()), placement, group)
@@ -258,7 +256,7 @@ def test_tokens_that_were_not_measured_go_with_everybodys() -> None:
 
 @interpreted
 @pytest.mark.parametrize("op", Op)
-def test_every_way_that_is_measured_takes_what_the_others_take(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_measured_methods_accept_the_same_inputs(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SIZES": (64, 128), "TOKENS": (1, 2), "BLOCKS": (64, 128), "HIDDEN": 64}.items():
         monkeypatch.setattr(measure, name, value)
     memory = PeerMemory.without_peers(1, 2, CPU)
@@ -291,7 +289,7 @@ KERNELS: dict[Any, tuple[dict[str, str], dict[str, int]]] = {
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_rows_move_in_16_bytes_past_the_first_cache(kernel: Any, ranks: int) -> None:
+def test_rows_move_16_bytes_at_a_time_and_bypass_l1(kernel: Any, ranks: int) -> None:
     signature, constants = KERNELS[kernel]
     layout = {"RANKS": ranks, "ROOM": options.room(PeerMemory(0, [0], CPU)), "BLOCK": 1024}
     compiled = compile_for_h200(kernel, signature, {**layout, **constants}, max_spill_bytes=8, num_warps=4)

@@ -1,4 +1,4 @@
-"""Tokens between GPUs that reach each other's memory, a process a rank. Interpreted: test_p2p_dispatch.py."""
+"""Dispatch and combine between GPUs with peer memory, a process per rank. test_p2p_dispatch.py interprets them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each_number_of_ranks = pytest.mark.parametrize("ranks", [2, pytest.param(4, mark
 
 
 def wrong_exchanges(member: Member, dtype: torch.dtype) -> list[str]:
-    """Return what differs from the definition, or, in a bit of the sums, from `reduce_scatter` of the same memory."""
+    """Return differences from the reference, and of the bits of sums from those of `reduce_scatter`."""
     device, size = device_of(member), member.world_size
     memory, exchange_words = share_memory(member)
     wrong = []
@@ -50,13 +50,13 @@ def wrong_exchanges(member: Member, dtype: torch.dtype) -> list[str]:
 
 @each_number_of_ranks
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_on_devices_tokens_go_where_the_definition_says(pool: MemberPool, ranks: int, dtype: torch.dtype) -> None:
+def test_on_devices_tokens_are_exchanged_as_defined(pool: MemberPool, ranks: int, dtype: torch.dtype) -> None:
     found = pool.run(wrong_exchanges, dtype, tp=ranks, device="cuda", timeout_s=TIMEOUT_S)
     assert found == [[]] * ranks
 
 
 def uneven_exchanges(member: Member) -> tuple[int, int]:
-    """Return how many values were wrong in replays of a graph, and how many are left in this rank's memory."""
+    """Return the number of wrong values in replays of a graph, and of values left in this rank's memory."""
     device, size, dtype = device_of(member), member.world_size, torch.bfloat16
     memory, exchange_words = share_memory(member)
     cases = []
@@ -74,7 +74,7 @@ def uneven_exchanges(member: Member) -> tuple[int, int]:
             rows = found.hidden.masked_fill(~came, 0.0)
             partial = torch.where(came, rows * (member.rank + 1), float("nan"))
             summed = gpu.combine(partial, found.visits, memory, options)
-            found.hidden.fill_(7.0)  # what came may be overwritten as soon as the op has ended
+            found.hidden.fill_(7.0)  # the result may be overwritten once the op has ended
             for ours, wanted in ((rows, brought.hidden), (found.expert_ids, brought.expert_ids), (summed, back)):
                 wrong.add_((ours != wanted).sum())
 
@@ -84,7 +84,9 @@ def uneven_exchanges(member: Member) -> tuple[int, int]:
 
 
 @each_number_of_ranks
-def test_on_devices_that_come_unevenly_tokens_are_right_and_none_is_left_behind(pool: MemberPool, ranks: int) -> None:
+def test_on_devices_that_are_not_in_step_tokens_are_right_and_none_is_left_in_memory(
+    pool: MemberPool, ranks: int
+) -> None:
     found = pool.run(uneven_exchanges, tp=ranks, device="cuda", timeout_s=TIMEOUT_S)
     assert found == [(0, 0)] * ranks
 
@@ -101,7 +103,7 @@ def run_one(op: Op, memory: PeerMemory) -> None:
 
 
 @pytest.mark.parametrize("op", [Op.DISPATCH, Op.COMBINE])
-def test_a_device_that_waits_for_tokens_in_vain_is_freed_by_the_end_of_the_group(pool: MemberPool, op: Op) -> None:
+def test_the_end_of_a_group_frees_a_device_that_waits_for_missing_tokens(pool: MemberPool, op: Op) -> None:
     run = functools.partial(run_one, op)
     (waits, elapsed_s), _ = pool.run(wait_in_vain, run, tp=2, device="cuda", timeout_s=TIMEOUT_S)
     assert waits

@@ -1,4 +1,4 @@
-"""Collectives over the memory of two GPUs that reach each other's, a process a rank. Interpreted: test_p2p.py."""
+"""Collectives over peer memory of two GPUs, a process per rank. test_p2p.py interprets them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = (16, 2048, 4112, 64 * 4096, 200 * 4096 + 16)
 
 
 def differences(member: Member, dtype: torch.dtype) -> list[str]:
-    """Return what differs from the definition, in its bits where they are only brought."""
+    """Return the cases that differ from the reference; gathered values must have its bits."""
     memory, exchange = share_memory(member)
     wrong = []
     for number, size in enumerate(SIZES):
@@ -49,12 +49,12 @@ def differences(member: Member, dtype: torch.dtype) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_on_devices_ranks_have_what_the_definition_says(pool: MemberPool, dtype: torch.dtype) -> None:
+def test_on_devices_results_are_those_of_the_definition(pool: MemberPool, dtype: torch.dtype) -> None:
     assert pool.run(differences, dtype, tp=2, device="cuda", timeout_s=TIMEOUT_S) == [[], []]
 
 
 def uneven_replays(member: Member) -> tuple[int, int]:
-    """Return how many values were wrong in replays of a graph, and how many are left in this rank's memory."""
+    """Return the number of wrong values in replays of a graph, and of values left in this rank's memory."""
     device = device_of(member)
     memory, exchange = share_memory(member)
     cases = []
@@ -70,7 +70,7 @@ def uneven_replays(member: Member) -> tuple[int, int]:
             x.copy_(given)
             found = way.run(x, memory)
             if found is not x:
-                x.fill_(7.0)  # what was given may be overwritten as soon as the op has ended
+                x.fill_(7.0)  # the input may be overwritten once the op has ended
             wrong.add_((found != expected).sum())
 
     replay_unevenly(member, work)
@@ -78,7 +78,7 @@ def uneven_replays(member: Member) -> tuple[int, int]:
     return int(wrong), num_left(member, memory)
 
 
-def test_on_devices_that_come_unevenly_replays_are_right_and_leave_nothing_behind(pool: MemberPool) -> None:
+def test_on_devices_that_are_not_in_step_replays_are_right_and_leave_nothing_in_memory(pool: MemberPool) -> None:
     assert pool.run(uneven_replays, tp=2, device="cuda", timeout_s=TIMEOUT_S) == [(0, 0), (0, 0)]
 
 
@@ -87,7 +87,7 @@ def run_on(way: Way, memory: PeerMemory) -> None:
 
 
 @pytest.mark.parametrize("op", COLLECTIVES)
-def test_a_device_that_waits_for_a_peer_in_vain_is_freed_by_the_end_of_the_group(pool: MemberPool, op: Op) -> None:
+def test_the_end_of_a_group_frees_a_device_that_waits_for_a_missing_peer(pool: MemberPool, op: Op) -> None:
     run = functools.partial(run_on, Way(op, Algorithm.ONE_SHOT, 1024))
     (waits, elapsed_s), _ = pool.run(wait_in_vain, run, tp=2, device="cuda", timeout_s=TIMEOUT_S)
     assert waits

@@ -1,4 +1,4 @@
-"""Layouts, waits and kinds of events in the tests of connectors."""
+"""Layouts, settings and waits for the tests of connectors."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ QUICK = TransferSettings(lease_s=3.0, margin_s=0.2, retry_s=0.2, connect_s=2.0)
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""An engine's transfer half in processes of its own, one a rank: memory, NIXL, and a pipe for orders."""
+"""The KV transfers of an engine without a model, in a process per rank: memory, NIXL, and a pipe for calls."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ DEFAULT_SETTINGS = TransferSettings()
 
 
 def untimed(events: Sequence[ConnectorEvent]) -> list[ConnectorEvent]:
-    """As they are, but for when what was received came."""
+    """Return the events without their times."""
     return [Received(event.transfer_id) if isinstance(event, Received) else event for event in events]
 
 
 @dataclasses.dataclass(frozen=True)
 class RankSetup:
-    """The part of an engine that a process is."""
+    """The configuration of one rank's process."""
 
     name: str
     layout: KVLayout
@@ -49,7 +49,7 @@ class RankSetup:
     size: int = 1
     leader: str = ""  # the address of rank 0's `GroupSocket`
     environ: tuple[tuple[str, str], ...] = ()
-    device: str = "cpu"  # or "cuda": the GPUs in turn, rank by rank
+    device: str = "cpu"  # or "cuda": rank n has GPU n modulo their number
 
 
 class Memory:
@@ -76,10 +76,10 @@ class Memory:
         import torch
 
         self._array.copy_(torch.from_numpy(np.ascontiguousarray(values)))
-        torch.cuda.synchronize(self.device)  # others read past the streams of this process
+        torch.cuda.synchronize(self.device)  # reads by other processes do not wait for this process's streams
 
     def spoil(self, block: int) -> None:
-        """Another value in one byte of the last head."""
+        """Change one byte of the block's last head."""
         self._array[block, -1, 0] ^= 0xFF
         if self.device != "cpu":
             import torch
@@ -92,7 +92,7 @@ class Memory:
 
 
 class Child:
-    """The part that runs in each process. Every public method is an order."""
+    """The object in each process, whose public methods the test calls through a pipe."""
 
     def __init__(self, setup: RankSetup, pipe: multiprocessing.connection.Connection) -> None:
         self.layout, self.heads = setup.layout, setup.layout.heads_of(setup.rank, setup.size)
@@ -140,17 +140,17 @@ class Child:
         self.info = PeerInfo(setup.name, setup.epoch, self.connector.address, self.layout.fingerprint)
 
     def fill(self, seed: int) -> None:
-        """The same bytes for a head, wherever it is."""
+        """Fill memory with random bytes, which are the same for a head on every rank."""
         shape = (self.num_blocks, self.layout.num_kv_heads, self.layout.head_bytes)
         rng = np.random.default_rng(seed)
         self.memory.write(rng.integers(0, 256, shape, dtype=np.uint8)[:, self.heads.start : self.heads.stop])
 
     def share(self, blocks: Sequence[int]) -> tuple[range, np.ndarray]:
-        """This rank's heads, and what the blocks hold of them: [block, head, byte]."""
+        """Return this rank's heads, and their content in the blocks: [block, head, byte]."""
         return self.heads, self.memory.read(blocks)
 
     def digest(self, blocks: Sequence[int]) -> bytes:
-        """Return a digest of what `share` returns, which may be too much for a pipe."""
+        """Return a digest of the content of the blocks, which may be too large for a pipe."""
         return hashlib.blake2b(self.memory.read(blocks)).digest()
 
     def spoil(self, block: int) -> None:
@@ -181,7 +181,7 @@ class Child:
         return self.connector.stats()
 
     def events(self, count: int, timeout_s: float) -> list[ConnectorEvent]:
-        """The next events, at most `count`; fewer where they do not come in time."""
+        """Return the next events: `count` of them, or fewer after `timeout_s`."""
         deadline, found = time.monotonic() + timeout_s, list(self.connector.poll())
         while len(found) < count and time.monotonic() < deadline:
             self.news.wait(deadline - time.monotonic())
@@ -190,7 +190,7 @@ class Child:
         return untimed(found)
 
     def last_words(self, timeout_s: float) -> tuple[list[ConnectorEvent], str]:
-        """Return what is told until the transfer thread has died, and why it did; no reason where it lives on."""
+        """Return the events until the transfer thread has died, and the reason; "" if it lives on."""
         deadline, found = time.monotonic() + timeout_s, []
         while time.monotonic() < deadline:
             try:
@@ -205,7 +205,7 @@ class Child:
 
 
 def _serve(orders: multiprocessing.connection.Connection, setup: RankSetup) -> None:
-    os.environ.update(setup.environ)  # UCX reads them when a transport is made
+    os.environ.update(setup.environ)  # UCX reads these variables when a transport is made
     child = Child(setup, orders)
     orders.send(child.info)
     while True:
@@ -216,7 +216,7 @@ def _serve(orders: multiprocessing.connection.Connection, setup: RankSetup) -> N
 
 
 class RankProcess:
-    """Orders by name: `rank.offer("r", [1, 2])`."""
+    """One rank's process. `rank.order("offer", "r", [1, 2])` calls a method of its `Child`."""
 
     def __init__(self, setup: RankSetup) -> None:
         self._pipe, theirs = FORKING.Pipe()
@@ -239,7 +239,7 @@ class RankProcess:
 
 
 class EngineProcess:
-    """Orders to rank 0 by name: `engine.offer("r", [1, 2])`. Killed on exit, whatever happened."""
+    """The processes of an engine. Methods such as `engine.offer("r", [1, 2])` call rank 0's `Child`."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class EngineProcess:
 
     @functools.cached_property
     def info(self) -> PeerInfo:
-        """Waits until the processes are up, so that several may start at once."""
+        """Wait until the processes have started. Engines start in parallel, as only this property waits."""
         info, *_ = [rank.answer(START_S) for rank in self.ranks]
         return info
 

@@ -1,4 +1,4 @@
-"""Whole engines on CPU, one process a rank, that hand requests over to each other over NIXL, or keep tiers."""
+"""Whole engines on CPUs, one process per rank, that hand requests over by NIXL, or have KV tiers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _READS, _COPIES, _TIERS = "kv-reads", "kv-copies", "kv-tiers"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The orders that all ranks of an engine get."""
+    """The configuration that all ranks of an engine get."""
 
     config: EngineConfig
     name: str
@@ -45,7 +45,7 @@ class Job:
 
 
 class _Leader:
-    """Rank 0. Every public method is an order."""
+    """Rank 0, whose public methods the test calls through a pipe."""
 
     def __init__(self, job: Job, member: Member) -> None:
         read_socket = copy_socket = tier_socket = None
@@ -89,7 +89,7 @@ class _Leader:
         return self._connector.stats().peers_ready
 
     def run(self, requests: Sequence[EngineRequest]) -> dict[str, list[EngineOutput]]:
-        """All outputs of each request, in order."""
+        """Run the requests, and return all outputs of each, in order."""
         outputs: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
         for request in requests:
             self._engine.core.add(request)
@@ -98,7 +98,7 @@ class _Leader:
             for step in news:
                 outputs[step.request_id].append(step)
             if not news:
-                time.sleep(1e-3)  # it waits for blocks, and others need the core
+                time.sleep(1e-3)  # the engine waits for blocks; other processes need the CPU
         return outputs
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
@@ -119,7 +119,7 @@ class _Leader:
         return self._engine.core.stats()
 
     def quiet(self) -> TierStats:
-        """When all that can be stored is stored."""
+        """Step until all blocks that can be stored in tiers are. Return the statistics of tiers."""
         while self._engine.core.scheduler.tier_copies.has_stores:
             self._engine.core.step()
             time.sleep(1e-3)
@@ -129,7 +129,7 @@ class _Leader:
         return stats.tiers
 
     def end(self) -> None:
-        """In order, as a server does."""
+        """Close the parts of the engine in the order in which a server does."""
         self._connector.close()
         if self._store is not None:
             self._store.close()
@@ -158,7 +158,7 @@ def _follow(job: Job, member: Member) -> None:
         )
         if job.tiers is None:
             return [reader]
-        keeper = follow_tiers(
+        tier_member = follow_tiers(
             region,
             job.tiers,
             rank=member.tp_rank,
@@ -168,13 +168,13 @@ def _follow(job: Job, member: Member) -> None:
             name=f"{job.name}:tiers:{member.tp_rank}",
             cpu_affinity="any",
         )
-        return [reader, keeper]
+        return [reader, tier_member]
 
     follow(job.config, member, connect)
 
 
 class GroupEngine:
-    """Orders by name: `engine.run(requests)`. Its processes start at once and are killed by `kill`."""
+    """The processes of an engine, which start at once. Methods such as `engine.run(requests)` call rank 0."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ def next_message(channel: ZmqChannel, timeout_s: float = 30.0) -> tuple[Route, b
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-def test_an_answer_comes_back_over_the_connection_of_the_question(channels: list[ZmqChannel], host: str) -> None:
+def test_an_answer_arrives_over_the_connection_of_the_question(channels: list[ZmqChannel], host: str) -> None:
     channels += [ZmqChannel(host, KEY), ZmqChannel(host, KEY)]
     holder, reader = channels
     assert split_endpoint(holder.address.removeprefix("tcp://"))[0] == host
@@ -58,11 +58,11 @@ def test_an_answer_comes_back_over_the_connection_of_the_question(channels: list
 def test_an_address_where_it_cannot_listen_is_named() -> None:
     with pytest.raises(TransportError, match=r"^cannot listen at 192\.0\.2\.7:\*: "):
         ZmqChannel("192.0.2.7", KEY)
-    gc.collect()  # would hang, had it left a socket open
+    gc.collect()  # this would hang if a socket had been left open
 
 
 @pytest.mark.parametrize("stays", [False, True], ids=["goes", "stays"])
-def test_what_strangers_say_to_a_channel_is_not_heard(channels: list[ZmqChannel], stays: bool) -> None:
+def test_data_from_foreign_peers_does_not_disturb_a_channel(channels: list[ZmqChannel], stays: bool) -> None:
     channels += [ZmqChannel("127.0.0.1", KEY), ZmqChannel("127.0.0.1", KEY)]
     holder, reader = channels
     link = reader.connect(holder.address)
@@ -105,7 +105,7 @@ def lost_routes(channel: ZmqChannel, timeout_s: float = 30.0) -> list[Route]:
     raise AssertionError("no connection broke")
 
 
-def test_a_connection_whose_other_end_ended_is_lost_and_no_other(channels: list[ZmqChannel]) -> None:
+def test_only_the_connection_of_an_ended_peer_is_lost(channels: list[ZmqChannel]) -> None:
     reader, holder, other = (ZmqChannel("127.0.0.1", KEY) for _ in range(3))
     channels += [reader, other]
     links = [reader.connect(peer.address) for peer in (holder, other)]
@@ -117,9 +117,9 @@ def test_a_connection_whose_other_end_ended_is_lost_and_no_other(channels: list[
     assert lost_routes(reader) == [links[0]]
 
 
-def test_a_message_that_is_too_long_costs_the_connection_it_comes_over_and_no_other(channels: list[ZmqChannel]) -> None:
-    """So none may be: `test_message_sizes.py`."""
-    long = MAX_MESSAGE_BYTES - 64  # CURVE takes some bytes itself
+def test_a_message_that_is_too_long_closes_its_connection_and_no_other(channels: list[ZmqChannel]) -> None:
+    """`test_message_sizes.py` checks that no message is too long."""
+    long = MAX_MESSAGE_BYTES - 64  # CURVE adds some bytes
     reader, holder, other = (ZmqChannel("127.0.0.1", KEY) for _ in range(3))
     channels += [reader, holder, other]
     links = [reader.connect(peer.address) for peer in (holder, other)]
@@ -135,7 +135,7 @@ def test_a_message_that_is_too_long_costs_the_connection_it_comes_over_and_no_ot
     assert reader.receive() == []
 
 
-def test_a_connection_over_which_nothing_comes_is_lost_and_comes_back(
+def test_a_silent_connection_is_lost_and_reconnects(
     channels: list[ZmqChannel],
 ) -> None:
     holder, reader = (ZmqChannel("127.0.0.1", KEY, heartbeat_timeout_s=0.6) for _ in range(2))
@@ -152,7 +152,7 @@ def test_a_connection_over_which_nothing_comes_is_lost_and_comes_back(
 
 
 @pytest.mark.slow
-def test_a_connection_that_has_nothing_to_say_is_not_lost(channels: list[ZmqChannel]) -> None:
+def test_an_idle_connection_is_not_lost(channels: list[ZmqChannel]) -> None:
     holder, reader = (ZmqChannel("127.0.0.1", KEY, heartbeat_timeout_s=1.0) for _ in range(2))
     channels += [holder, reader]
     link = reader.connect(holder.address)
@@ -175,7 +175,7 @@ def test_wake_ends_a_wait_from_another_thread(channels: list[ZmqChannel]) -> Non
     assert time.monotonic() - begin < 10.0
 
 
-def test_one_look_brings_what_came_over_every_connection_in_the_order_it_was_sent(channels: list[ZmqChannel]) -> None:
+def test_one_receive_returns_messages_of_all_connections_in_order(channels: list[ZmqChannel]) -> None:
     hub, *others = channels[:] = [ZmqChannel("127.0.0.1", KEY) for _ in range(4)]
     links = {hub.connect(other.address): other for other in others[:2]}
     routes = {}
@@ -186,12 +186,12 @@ def test_one_look_brings_what_came_over_every_connection_in_the_order_it_was_sen
     numbers, looks = itertools.count(), []
     deadline = time.monotonic() + 30.0
     while not any(len({route for route, _ in look}) == 3 for look in looks):
-        assert time.monotonic() < deadline, "no look brings what came over three connections"
+        assert time.monotonic() < deadline, "no call of receive returned messages of three connections"
         number = next(numbers)
         for link, other in links.items():
             other.send(routes[link], b"%d" % number)
         others[2].send(asking, b"%d" % number)
-        time.sleep(0.01 * number)  # until all of it has come, on a machine that has much else to do
+        time.sleep(0.01 * number)  # longer each time, as a busy machine may deliver late
         looks.append(hub.receive())
     sent = [b"%d" % number for number in range(next(numbers))]
     arrived = [message for look in looks for message in look]
@@ -204,7 +204,7 @@ def test_one_look_brings_what_came_over_every_connection_in_the_order_it_was_sen
     assert hub.receive() == []
 
 
-def test_a_wake_during_a_short_sleep_ends_the_wait_behind_it(channels: list[ZmqChannel]) -> None:
+def test_a_wake_during_a_short_sleep_ends_the_next_wait(channels: list[ZmqChannel]) -> None:
     channels.append(ZmqChannel("127.0.0.1", None))
     channels[0].wake()
     channels[0].wait(1e-4)
@@ -223,33 +223,35 @@ def test_a_wake_ends_one_wait_and_not_the_next(channels: list[ZmqChannel]) -> No
 
 
 def connected(channel: ZmqChannel, address: str, timeout_s: float = 30.0) -> Route:
-    """Once libzmq has let go of a socket that was closed."""
+    """Connect, and try again until libzmq has released a closed socket."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             return channel.connect(address)
         except TransportError:
-            assert time.monotonic() < deadline, "no socket comes back"
+            assert time.monotonic() < deadline, "no socket was released"
             time.sleep(0.01)
 
 
-def test_where_no_socket_is_left_a_connection_is_refused_and_those_that_stand_go_on(
+def test_without_free_sockets_a_connection_is_refused_and_existing_ones_go_on(
     channels: list[ZmqChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whatever of the sockets of a connection that happens. One more peer must not end the engine."""
+    """The limit may be reached at any socket of a connection. One peer too many must not end the engine."""
     for limit in (20, 21, 22):
         monkeypatch.setattr(channels_of_zmq, "MAX_SOCKETS", limit)
         holder, reader = ZmqChannel("127.0.0.1", None), ZmqChannel("127.0.0.1", None)
         channels += [holder, reader]
         links = [reader.connect(holder.address)]
-        while len(links) < (limit - 1) // 3:  # besides the one that is bound
+        while len(links) < (limit - 1) // 3:  # one more socket is bound
             links.append(reader.connect(holder.address))
         with pytest.raises(TransportError, match="cannot connect to 'tcp://127"):
             reader.connect(holder.address)
         assert reader.send(links[0], b"claim")
         assert next_message(holder)[1] == b"claim"
         reader.disconnect(links[-1])
-        assert reader.send(connected(reader, holder.address), b"renew"), "what had begun is given back"
+        assert reader.send(connected(reader, holder.address), b"renew"), (
+            "the sockets of the failed connection must be free again"
+        )
         assert next_message(holder)[1] == b"renew"
 
 

@@ -65,7 +65,7 @@ def start(transport: str) -> Iterator[Start]:
 
 
 def meet(start: Start, layout: KVLayout = SMALL, **options: object) -> Pair:
-    """A prefill and a decode engine that know each other and have met."""
+    """Start a prefill and a decode engine that are connected."""
     prefill, decode = start("prefill", layout, **options), start("decode", layout, **options)
     prefill.fill(1)
     decode.peers_changed([prefill.info])
@@ -79,14 +79,14 @@ def meet(start: Start, layout: KVLayout = SMALL, **options: object) -> Pair:
 
 @pytest.fixture(scope="module")
 def pair(transport: str) -> Iterator[Pair]:
-    """For tests that leave both as they found them, but for the memory's content."""
+    """Engines for tests that change nothing but the content of memory."""
     with starting(transport) as start_one:
         yield meet(start_one, num_blocks=256)
 
 
 @pytest.fixture
 def slow_pair(start: Start) -> Pair:
-    """A quarter of a gigabyte over TCP: slow enough to be caught at it."""
+    """Engines that transfer a quarter of a gigabyte over TCP, slow enough to be interrupted."""
     return meet(start, LARGE, num_blocks=128, environ=(("UCX_TLS", "tcp"),))
 
 
@@ -132,7 +132,7 @@ def test_a_prefix_that_is_cached_whole_still_ends_the_offer(pair: Pair) -> None:
     assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
 
 
-def test_blocks_are_read_as_they_are_written_and_received_when_all_are(pair: Pair) -> None:
+def test_blocks_are_read_as_they_are_written_and_received_when_all_are_read(pair: Pair) -> None:
     prefill, decode = pair
     source, target = list(range(40, 52)), list(range(60, 72))
     before = decode.stats()
@@ -149,7 +149,7 @@ def test_blocks_are_read_as_they_are_written_and_received_when_all_are(pair: Pai
     assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
 
 
-def test_a_prompt_that_is_given_up_in_mid_growth_comes_back_when_its_reader_let_go(pair: Pair) -> None:
+def test_a_growing_offer_that_is_withdrawn_ends_when_its_reader_has_stopped(pair: Pair) -> None:
     prefill, decode = pair
     offer = prefill.offer_growing("request", [40, 41, 42])
     before = decode.stats().blocks_read_early
@@ -172,7 +172,7 @@ def test_a_ticket_works_before_the_directory_has_named_its_holder(start: Start) 
     assert decode.content([8, 7]) == prefill.content([1, 2])
 
 
-def test_cancelling_in_mid_pull_frees_the_blocks_once_nothing_can_write(slow_pair: Pair) -> None:
+def test_cancelling_during_a_read_frees_the_blocks_once_nothing_can_write(slow_pair: Pair) -> None:
     prefill, decode = slow_pair
     offer = prefill.offer("request", list(range(128)))
     transfer = decode.receive(offer.ticket, 0, list(range(128)))
@@ -185,7 +185,7 @@ def test_cancelling_in_mid_pull_frees_the_blocks_once_nothing_can_write(slow_pai
     assert decode.stats().blocks_quarantined == 0
 
 
-def test_an_offer_that_nobody_claims_expires_and_comes_too_late(start: Start) -> None:
+def test_an_unclaimed_offer_expires_and_later_claims_fail(start: Start) -> None:
     prefill, decode = meet(start, settings=QUICK)
     offer = prefill.offer("request", [1, 2])
     assert prefill.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.EXPIRED)]
@@ -204,7 +204,7 @@ def test_a_withdrawn_offer_is_refused(pair: Pair) -> None:
     assert kinds(decode.events(2, 30.0)) == [ReceiveFailed, BlocksReleased]
 
 
-def test_a_holder_killed_in_mid_transfer_fails_the_receive_within_two_seconds(slow_pair: Pair) -> None:
+def test_a_holder_killed_during_a_transfer_fails_the_receive_within_two_seconds(slow_pair: Pair) -> None:
     prefill, decode = slow_pair
     offer = prefill.offer("request", list(range(128)))
     decode.receive(offer.ticket, 0, list(range(128)))
@@ -227,9 +227,9 @@ def has_stopped(pid: int) -> bool:
 
 @pytest.mark.parametrize("reader_lives", [True, False])
 def test_a_holder_that_was_stopped_keeps_nothing_for_a_reader_that_gave_up(reader_lives: bool, start: Start) -> None:
-    """A reader that lives says so. The lease of one that died ends by the time that passed, not by the claim's arrival.
+    """A live reader says that it gave up. A dead reader's lease ends by its time, which includes that of the stop.
 
-    Leases of an hour outlast the test, one of 6 s ends while the holder is stopped.
+    A lease of an hour outlasts the test, one of 6 s ends while the holder is stopped.
     """
     lease_s = 3600.0 if reader_lives else 6.0
     prefill, decode = meet(start, settings=QUICK.model_copy(update={"lease_s": lease_s}))
@@ -248,7 +248,7 @@ def test_a_holder_that_was_stopped_keeps_nothing_for_a_reader_that_gave_up(reade
     assert prefill.events(1, 10.0) == [OfferEnded(offer.transfer_id, outcome)]
 
 
-def test_a_holder_that_is_dead_already_fails_the_receive_though_nobody_says_so(start: Start) -> None:
+def test_a_receive_from_a_dead_holder_fails_without_notice_of_its_death(start: Start) -> None:
     prefill, decode = meet(start, settings=QUICK)
     offer = prefill.offer("request", [1, 2])
     prefill.kill()
@@ -256,7 +256,7 @@ def test_a_holder_that_is_dead_already_fails_the_receive_though_nobody_says_so(s
     assert kinds(decode.events(2, 15.0)) == [ReceiveFailed, BlocksReleased]
 
 
-def test_an_engine_started_anew_is_another_peer(start: Start) -> None:
+def test_a_restarted_engine_is_another_peer(start: Start) -> None:
     settings = DEFAULT_SETTINGS.model_copy(update={"connect_s": QUICK.connect_s})
     prefill, decode = meet(start, settings=settings)
     stale = prefill.offer("request", [1, 2])
@@ -293,7 +293,7 @@ def test_engines_of_different_layouts_never_pair(start: Start) -> None:
     ],
     ids=["transports", "backends"],
 )
-def test_engines_of_different_transports_or_backends_say_so_by_name(
+def test_engines_of_different_transports_or_backends_name_them_in_the_error(
     theirs: dict, ours: dict, names: tuple[str, str]
 ) -> None:
     key = ClusterKey.generate()

@@ -1,4 +1,4 @@
-"""A connector by itself: its thread, the tickets it is given, its clock, and how it ends."""
+"""A connector by itself: its thread, tickets, its clock, and its end."""
 
 from __future__ import annotations
 
@@ -80,20 +80,20 @@ def test_the_transfer_thread_runs_where_the_settings_say() -> None:
     assert os.sched_getaffinity(0) == allowed
 
 
-def test_the_transfer_thread_sleeps_no_longer_than_it_asks_to(connector: TransferConnector) -> None:
-    """Linux adds up to 50 us to a sleep, which is what a whole read takes over NVLink."""
+def test_the_transfer_threads_sleeps_have_no_timer_slack(connector: TransferConnector) -> None:
+    """By default Linux adds up to 50 us to a sleep, as much as a whole read takes over NVLink."""
     slack = Path(f"/proc/{transfer_thread()}/timerslack_ns").read_text()
     assert int(slack) == 1
     assert int(Path(f"/proc/{threading.get_native_id()}/timerslack_ns").read_text()) > 1
 
 
-def test_prompts_are_offered_early_unless_the_settings_say_otherwise(connector: TransferConnector) -> None:
+def test_prompts_are_offered_early_unless_the_settings_forbid_it(connector: TransferConnector) -> None:
     assert connector.offers_early
     with connecting("patient", QUICK.model_copy(update={"progressive": False})) as patient:
         assert not patient.offers_early
 
 
-def test_a_claim_finds_its_offer_though_it_comes_before_the_transfer_thread_has_made_it(
+def test_a_claim_that_arrives_before_the_transfer_thread_has_its_offer_is_granted(
     connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with connecting("reader") as reader:
@@ -105,11 +105,11 @@ def test_a_claim_finds_its_offer_though_it_comes_before_the_transfer_thread_has_
             if channel.address == connector.address:
                 listening.set()
                 claimed.wait(30.0)
-                time.sleep(0.1)  # the claim arrives
+                time.sleep(0.1)  # time for the claim to arrive
             return receive(channel)
 
         monkeypatch.setattr(ZmqChannel, "receive", receive_late)
-        connector.cancel(12345)  # any call: the thread looks up
+        connector.cancel(12345)  # any call wakes the thread
         assert listening.wait(30.0)
         offer = connector.offer("request", 0, [1], 16)
         transfer = reader.receive("request", 0, offer.ticket, 0, [1])
@@ -118,7 +118,7 @@ def test_a_claim_finds_its_offer_though_it_comes_before_the_transfer_thread_has_
 
 
 @pytest.mark.parametrize("ticket", [b"", b"\xc1", b"nonsense" * 100])
-def test_a_ticket_that_is_none_fails_the_receive(ticket: bytes, connector: TransferConnector) -> None:
+def test_an_invalid_ticket_fails_the_receive(ticket: bytes, connector: TransferConnector) -> None:
     transfer = connector.receive("request", 0, ticket, 0, [1])
     failed, released = events_of(connector, 2)
     assert "cannot be read as ticket" in failed.reason
@@ -149,7 +149,7 @@ def test_a_holder_that_does_not_exist_fails_the_receive(connector: TransferConne
 
 
 @pytest.mark.parametrize("address", ["nonsense", "tcp://nonsense", "ipc:///tmp/elsewhere"])
-def test_an_address_that_is_none_fails_the_receive_and_nothing_else(address: str, connector: TransferConnector) -> None:
+def test_an_invalid_address_fails_the_receive_and_nothing_else(address: str, connector: TransferConnector) -> None:
     for _ in range(2):
         connector.peers_changed([PeerInfo("nobody", 7, address, SMALL.fingerprint)])
         connector.receive("request", 0, ticket_of_nobody(address), 0, [1])
@@ -163,7 +163,7 @@ def test_the_engine_is_woken_once_for_each_event() -> None:
     with connecting("alone", wake=lambda: woken.append(1)) as connector:
         connector.receive("request", 0, b"no ticket", 0, [1])
         wait_until(lambda: len(woken) == 2)
-        connector.cancel(12345)  # another round, with the events still unread
+        connector.cancel(12345)  # starts another round, before the events are read
         connector.receive("request", 0, b"no ticket", 0, [1])
         wait_until(lambda: len(woken) >= 4)
         assert len(woken) == len(connector.poll()) == 4
@@ -182,13 +182,13 @@ def test_a_constructor_that_fails_leaves_no_socket_and_no_thread(monkeypatch: py
     closed[0].close()
 
 
-def test_a_transfer_thread_that_dies_fails_what_is_under_way_and_says_so(
+def test_a_transfer_thread_that_dies_fails_its_transfers_with_the_reason(
     connector: TransferConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer = connector.receive("request", 0, ticket_of_nobody(), 0, [1])
     wait_until(lambda: connector.stats().receives_active == 1)
     monkeypatch.setattr(HandoffCoordinator, "pump", lambda self, calls: 1 / 0)
-    connector.cancel(12345)  # any call: the thread looks up
+    connector.cancel(12345)  # any call wakes the thread
     failed, released = events_of(connector, 2)
     assert failed == ReceiveFailed(transfer, "KV transfers stopped: division by zero")
     assert released == BlocksReleased(transfer)
@@ -207,7 +207,7 @@ def test_a_device_that_cannot_be_registered_is_an_error_of_the_constructor() -> 
 
 @pytest.fixture
 def suspend(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """The machine was suspended for so long: its monotonic clock does not know."""
+    """Return a function that fakes a suspension of the machine, which only CLOCK_BOOTTIME counts."""
     slept_s = [0.0]
     clock_gettime = time.clock_gettime
 
@@ -222,7 +222,7 @@ def suspend(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return suspend
 
 
-def test_leases_run_on_while_the_machine_is_suspended(suspend: Callable[[float], None]) -> None:
+def test_leases_expire_while_the_machine_is_suspended(suspend: Callable[[float], None]) -> None:
     with connecting("holder", QUICK.model_copy(update={"lease_s": 3600.0})) as holder:
         offer = holder.offer("request", 0, [1, 2], 32)
         wait_until(lambda: holder.stats().leases_held == 1)
@@ -231,7 +231,7 @@ def test_leases_run_on_while_the_machine_is_suspended(suspend: Callable[[float],
         assert events_of(holder, 1) == [OfferEnded(offer.transfer_id, OfferOutcome.EXPIRED)]
 
 
-def test_the_engine_hears_of_times_by_its_own_clock(suspend: Callable[[float], None]) -> None:
+def test_times_of_events_are_on_the_engines_clock(suspend: Callable[[float], None]) -> None:
     suspend(3600.0)
     with connecting("holder") as holder, connecting("reader") as reader:
         offer = holder.offer("request", 0, [1], 16)

@@ -1,4 +1,4 @@
-"""Reads between processes of one GPU: the right bytes, a dead holder, handles of nobody."""
+"""Reads between processes of one GPU: the right bytes, a dead holder, invalid handles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def region_of(memory: torch.Tensor) -> CacheRegion:
 
 
 def hold(conn: Connection, over_network_too: bool) -> None:
-    """Offer memory whose every block holds its number, until told to end."""
+    """Offer memory in which every block is filled with its number, until a message comes."""
     import torch
 
     memory = torch.arange(NUM_BLOCKS, dtype=torch.int32, device="cuda:0").repeat_interleave(LAYOUT.block_bytes // 4)
@@ -67,7 +67,7 @@ class Holder:
 
 @pytest.fixture(params=[False])
 def holder(request: pytest.FixtureRequest) -> Iterator[Holder]:
-    """A process that holds blocks; with True it can be read over the network, too."""
+    """A process that holds blocks; with True it can also be read over the network."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=hold, args=(theirs, request.param), daemon=True)
@@ -115,7 +115,7 @@ def block(source: int, target: int, count: int = 1) -> ByteRange:
 
 
 def numbers(memory: torch.Tensor) -> list[int]:
-    """Return the number in each block; -2 where a block is not one number throughout."""
+    """Return the number that fills each block, or -2 if it has several."""
     blocks = memory.view(NUM_BLOCKS, -1)
     return [int(first) if bool((row == first).all()) else -2 for row, first in zip(blocks, blocks[:, 0], strict=True)]
 
@@ -145,7 +145,7 @@ def test_blocks_arrive_and_no_others_change(
 
 
 @pytest.mark.gpu
-def test_ranges_that_no_kernel_takes_are_copied_by_the_driver(
+def test_ranges_that_the_kernel_does_not_support_are_copied_by_the_driver(
     holder: Holder, reader: CudaIpcTransport, memory: torch.Tensor
 ) -> None:
     peer = connect(reader, holder.metadata)
@@ -155,9 +155,7 @@ def test_ranges_that_no_kernel_takes_are_copied_by_the_driver(
 
 
 @pytest.mark.gpu
-def test_reads_of_a_holder_that_is_killed_meanwhile_end_and_its_memory_is_free_when_it_is_forgotten(
-    holder: Holder, reader: CudaIpcTransport
-) -> None:
+def test_reads_from_a_killed_holder_end_and_the_device_still_works(holder: Holder, reader: CudaIpcTransport) -> None:
     import torch
 
     peer = connect(reader, holder.metadata)
@@ -187,7 +185,7 @@ def test_a_peer_on_another_machine_is_refused(holder: Holder, reader: CudaIpcTra
 
 
 @pytest.mark.gpu
-def test_memory_without_the_peers_number_in_it_is_not_read(holder: Holder, reader: CudaIpcTransport) -> None:
+def test_memory_without_the_peers_nonce_is_not_read(holder: Holder, reader: CudaIpcTransport) -> None:
     import msgspec
 
     forged = msgspec.structs.replace(decode_metadata(holder.metadata), nonce=bytes(16))
@@ -197,7 +195,7 @@ def test_memory_without_the_peers_number_in_it_is_not_read(holder: Holder, reade
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("holder", [True], indirect=True, ids=["both ways"])
-def test_of_both_ways_the_one_over_cuda_ipc_is_chosen_on_one_gpu(holder: Holder, memory: torch.Tensor) -> None:
+def test_cuda_ipc_is_chosen_over_the_network_on_one_gpu(holder: Holder, memory: torch.Tensor) -> None:
     reader = open_transport(TransferSettings(), region_of(memory), "reader")
     peer = connect(reader, holder.metadata)
     assert reader.peer_state(peer) is PeerState.CONNECTED
@@ -212,6 +210,6 @@ def test_of_both_ways_the_one_over_cuda_ipc_is_chosen_on_one_gpu(holder: Holder,
     reader.close()
 
 
-def test_memory_of_the_host_is_not_shared_so() -> None:
+def test_host_memory_is_refused() -> None:
     with pytest.raises(NotRegistrable):
         CudaIpcTransport(CacheRegion.of(ArenaRegion(4096, 1, "cpu", LAYOUT, 0, LAYOUT.num_kv_heads)), "host")

@@ -1,4 +1,4 @@
-"""Engines that verify: what differs from the holder's digests is never used, alone and in groups, over NIXL."""
+"""Engines with verification never use blocks that differ from the holder's digests, alone and in groups, over NIXL."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def start() -> Iterator[Start]:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("holders", "readers"), [(1, 1), (1, 2), (2, 1)])
-def test_only_what_is_as_it_was_offered_is_received(start: Start, holders: int, readers: int) -> None:
+def test_only_unchanged_blocks_are_received(start: Start, holders: int, readers: int) -> None:
     prefill, decode = start("prefill", holders), start("decode", readers)
     prefill.fill(1)
     decode.peers_changed([prefill.info])
@@ -51,7 +51,7 @@ def test_only_what_is_as_it_was_offered_is_received(start: Start, holders: int, 
     assert decode.content([7, 5]) == prefill.content([4, 9])
     assert prefill.events(1, 30.0) == [OfferEnded(intact.transfer_id, OfferOutcome.FINISHED)]
 
-    prefill.ranks[-1].order("spoil", 9)  # as a bug would that reuses what is on offer; it was digested before the other
+    prefill.ranks[-1].order("spoil", 9)  # like a bug that reuses offered blocks; the digests were made before
     failing = decode.receive(changed.ticket, 0, [7, 5, 6])
     failed, released = decode.events(2, 30.0)
     assert isinstance(failed, ReceiveFailed)
@@ -64,7 +64,7 @@ def test_only_what_is_as_it_was_offered_is_received(start: Start, holders: int, 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("theirs", list(DigestMode))
-def test_engines_that_differ_in_it_are_not_paired_and_say_so(start: Start, theirs: DigestMode) -> None:
+def test_engines_with_different_digest_modes_are_not_paired_and_name_them(start: Start, theirs: DigestMode) -> None:
     ours = DigestMode.OFF if theirs is DigestMode.VERIFY else DigestMode.VERIFY
     prefill = start("prefill", settings=VERIFYING.model_copy(update={"digest": theirs}))
     decode = start("decode", settings=VERIFYING.model_copy(update={"digest": ours}))
@@ -75,7 +75,7 @@ def test_engines_that_differ_in_it_are_not_paired_and_say_so(start: Start, their
     assert decode.stats().peers_ready == 0
 
 
-def test_a_digest_is_of_one_head_of_one_block_wherever_it_lies() -> None:
+def test_a_digest_covers_one_head_of_one_block_in_any_place() -> None:
     content = [bytes([block, head]) * (LAYOUT.head_bytes // 2) for block in range(3) for head in range(2)]
     memory = ctypes.create_string_buffer(b"".join(content), len(content) * LAYOUT.head_bytes)
     whole = CacheRegion.of(ArenaRegion(ctypes.addressof(memory), 3, "cpu", LAYOUT, 0, 2))

@@ -1,4 +1,4 @@
-"""A prompt read by one group of ranks and continued by another, of any size, gives the tokens that one engine gives."""
+"""Prefill by one group of ranks and decode by another, of any sizes, give the tokens of a single engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SAMPLING = SamplingParams(temperature=0.8, max_tokens=16, ignore_eos=True)
 
 @pytest.fixture(scope="module", params=CASES)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[GroupEngine]]:
-    """One of each size, that all know each other."""
+    """Engines of each size, all connected to each other."""
     architecture, changes, sizes = CASES[request.param]
     folder: Path = write_checkpoint(tmp_path_factory.mktemp("model"), architecture, num_hidden_layers=2, **changes)
     key = ClusterKey.generate()
@@ -84,7 +84,7 @@ def tokens_of(engine: GroupEngine, requests: list[EngineRequest]) -> list[list[i
 
 
 def hand_off(prefill: GroupEngine, decode: GroupEngine, requests: list[EngineRequest]) -> list[list[int]]:
-    """Runs the prompts on one engine, the rest on the other; the tokens of both."""
+    """Run the prompts on one engine and the rest on the other. Return the tokens of both."""
     first = prefill.run([msgspec.structs.replace(request, keep_kv=True) for request in requests])
     begun, moved = [], []
     for request in requests:
@@ -96,9 +96,9 @@ def hand_off(prefill: GroupEngine, decode: GroupEngine, requests: list[EngineReq
 
 
 @pytest.mark.slow
-def test_tokens_do_not_depend_on_who_read_the_prompt_and_who_goes_on(engines: list[GroupEngine]) -> None:
+def test_tokens_do_not_depend_on_the_engines_of_prefill_and_decode(engines: list[GroupEngine]) -> None:
     expected = tokens_of(engines[0], a_batch())
-    assert len({tuple(answer) for answer in expected}) == len(expected)  # else the comparison would be blind
+    assert len({tuple(answer) for answer in expected}) == len(expected)  # otherwise the comparison would show nothing
     for prefill, decode in itertools.permutations(engines, 2):
         assert hand_off(prefill, decode, a_batch()) == expected
     for engine in engines:
@@ -107,13 +107,13 @@ def test_tokens_do_not_depend_on_who_read_the_prompt_and_who_goes_on(engines: li
 
 
 def hand_off_early(prefill: GroupEngine, decode: GroupEngine, request: EngineRequest) -> tuple[list[int], int]:
-    """The decode engine fetches each chunk before prefill runs the next. Tokens; blocks that came before the last."""
+    """Let decode fetch each chunk before prefill runs the next. Return tokens, and blocks that came before the last."""
     chunk, blocks_before = ENGINE_ARGS["max_num_batched_tokens"], decode.transfers().blocks_read_early
     prefill.add([msgspec.structs.replace(request, keep_kv=True)])
     (early,) = prefill.step()
     assert early.finish_reason is None
     decode.add([msgspec.structs.replace(request, kv_source=early.kv_source, awaits_first_token=True)])
-    steps, num_read = [], chunk  # by that first step
+    steps, num_read = [], chunk  # the first step has run one chunk
     while not steps:
         expected = blocks_before + num_read // 16
         wait_until(lambda: decode.step() == [] and decode.transfers().blocks_read_early >= expected)  # noqa: B023
@@ -130,7 +130,7 @@ def hand_off_early(prefill: GroupEngine, decode: GroupEngine, request: EngineReq
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.005)
 
 

@@ -1,4 +1,4 @@
-"""Orders and reports between the ranks of a group: how a rank that fails is told of."""
+"""Orders and reports between the ranks of a group, and reports of failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNTING = Service.of(Count, Counted)
 
 
 class Counter:
-    """Reports every number up to the one that it is given; cannot count beyond three."""
+    """A handler that reports every number below the given one, and fails at 3."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -79,7 +79,7 @@ def test_reports_come_in_order_and_an_order_may_have_several(socket: GroupSocket
     member.close()
 
 
-def test_a_rank_that_fails_while_it_obeys_tells_why_and_closes_what_it_has(socket: GroupSocket) -> None:
+def test_a_rank_that_fails_in_an_order_reports_the_reason_and_closes_its_handler(socket: GroupSocket) -> None:
     servant = Counter()
     member = member_of(socket, servant).start()
     group = TpCopyGroup(socket, "f", COUNTING)
@@ -90,17 +90,17 @@ def test_a_rank_that_fails_while_it_obeys_tells_why_and_closes_what_it_has(socke
     assert servant.closed
 
 
-def test_a_rank_that_cannot_begin_and_is_not_waited_for_tells_rank_0(socket: GroupSocket) -> None:
+def test_a_rank_that_cannot_begin_reports_to_rank_0(socket: GroupSocket) -> None:
     member = MemberThread(cannot_begin, rank=1, leader=socket.address, key=None, name="rank 1").start()
     with pytest.raises(TransportError, match="rank 1 cannot go on: MemoryError: no memory to copy to"):
         TpCopyGroup(socket, "f", COUNTING)
     member.close()
 
 
-def test_a_rank_that_cannot_begin_and_is_waited_for_may_try_again_without_rank_0_hearing_of_it(
+def test_a_rank_that_cannot_begin_may_retry_without_a_report_to_rank_0(
     socket: GroupSocket,
 ) -> None:
-    """As one whose blocks cannot be registered, and that goes on with staging slots."""
+    """A rank whose blocks cannot be registered does so: it then joins with staging slots."""
     with pytest.raises(MemoryError, match="no memory to copy to"):
         MemberThread(cannot_begin, rank=1, leader=socket.address, key=None, name="rank 1").open(10.0)
     member = member_of(socket, Counter()).open(10.0)

@@ -1,4 +1,4 @@
-"""Hand-offs between groups of processes, over each transport: each rank moves its own KV heads."""
+"""Hand-offs between groups of processes, with each transport: each rank moves its own KV heads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: ", ".join([case[0].model, *case[2:]]))
 def engines(request: pytest.FixtureRequest) -> Iterator[dict[int, EngineProcess]]:
-    """One of each size, that all know each other."""
+    """Engines of each size, all connected to each other."""
     layout, sizes, transport, device = request.param
     with starting(transport) as start_one:
         engines = {size: start_one(f"of {size}", layout, size=size, device=device) for size in sizes}
@@ -80,12 +80,12 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[int, EngineProcess]
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.02)
 
 
 @pytest.mark.slow
-def test_shuffled_blocks_and_runs_arrive_intact_whatever_the_sizes(engines: dict[int, EngineProcess]) -> None:
+def test_shuffled_blocks_and_runs_arrive_intact_for_all_sizes(engines: dict[int, EngineProcess]) -> None:
     rng, seeds = random.Random(0), itertools.count()
     for holder, reader in itertools.permutations(engines.values(), 2):
         holder.fill(next(seeds))
@@ -104,7 +104,7 @@ def test_shuffled_blocks_and_runs_arrive_intact_whatever_the_sizes(engines: dict
             assert holder.events(1, 30.0) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
 
 
-def test_all_ranks_count_what_they_read(engines: dict[int, EngineProcess]) -> None:
+def test_statistics_include_the_reads_of_all_ranks(engines: dict[int, EngineProcess]) -> None:
     *_, holder, reader = engines.values()
     time.sleep(0.1)  # statistics are as of the transfer thread's last round
     before, layout = reader.stats(), reader.layout
@@ -133,7 +133,7 @@ def test_many_hand_offs_at_once_leave_nothing_behind(engines: dict[int, EnginePr
 
 # ---------------------------------------------------------------------- ranks that die
 
-SLOW = {"environ": (("UCX_TLS", "tcp"),), "settings": QUICK}  # over TCP nothing moves without the holder's help
+SLOW = {"environ": (("UCX_TLS", "tcp"),), "settings": QUICK}  # with TCP, reads make no progress without the holder
 
 
 def meet(start: Start, **options: object) -> tuple[EngineProcess, EngineProcess]:
@@ -144,7 +144,7 @@ def meet(start: Start, **options: object) -> tuple[EngineProcess, EngineProcess]
 
 
 def begin_a_read_that_hangs(holder: EngineProcess, reader: EngineProcess) -> int:
-    """Rank 1 of the holder sleeps, so rank 1 of the reader waits."""
+    """Begin a read in which rank 1 of the reader waits, since rank 1 of the holder is stopped."""
     pid = holder.ranks[1].process.pid
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
@@ -154,7 +154,7 @@ def begin_a_read_that_hangs(holder: EngineProcess, reader: EngineProcess) -> int
     return transfer
 
 
-def test_a_reader_whose_rank_dies_in_mid_read_fails_it_and_ends(start: Start) -> None:
+def test_a_reader_whose_rank_dies_during_a_read_fails_it_and_ends(start: Start) -> None:
     holder, reader = meet(start, **SLOW)
     transfer = begin_a_read_that_hangs(holder, reader)
     reader.ranks[1].kill()
@@ -166,7 +166,7 @@ def test_a_reader_whose_rank_dies_in_mid_read_fails_it_and_ends(start: Start) ->
 
 
 @pytest.mark.slow
-def test_a_holder_whose_rank_dies_in_mid_read_fails_it_and_ends_while_the_reader_goes_on(start: Start) -> None:
+def test_a_holder_whose_rank_dies_during_a_read_fails_it_and_ends_while_the_reader_goes_on(start: Start) -> None:
     holder, reader = meet(start, **SLOW)
     transfer = begin_a_read_that_hangs(holder, reader)
     holder.ranks[1].kill()

@@ -1,4 +1,4 @@
-"""Hand-offs by way of the host's memory: between processes over NIXL, between engines, and where slots run out."""
+"""Hand-offs through host memory: between processes over NIXL, between engines, and without free slots."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TestBetweenProcesses:
         assert prefill.stats().buffer_blocks == decode.stats().buffer_blocks == 0
 
     @pytest.mark.slow
-    def test_blocks_of_a_prompt_that_grows_are_copied_as_they_are_written(
+    def test_blocks_of_a_growing_offer_are_copied_as_they_are_written(
         self, pair: tuple[EngineProcess, EngineProcess]
     ) -> None:
         prefill, decode = pair
@@ -87,7 +87,7 @@ class TestBetweenProcesses:
         assert decode.content([7, 50]) == prefill.content([4, 9])
         assert prefill.events(1, PATIENCE_S) == [OfferEnded(offer.transfer_id, OfferOutcome.FINISHED)]
 
-    def test_a_prompt_that_is_wholly_cached_asks_for_no_block(self, pair: tuple[EngineProcess, EngineProcess]) -> None:
+    def test_a_receive_of_a_fully_cached_prompt_reads_no_block(self, pair: tuple[EngineProcess, EngineProcess]) -> None:
         prefill, decode = pair
         offer = prefill.offer("cached", [1, 2])
         transfer = decode.receive(offer.ticket, 2, [])
@@ -104,7 +104,7 @@ def station(monkeypatch: pytest.MonkeyPatch) -> Iterator[Station]:
 
 
 class TestPlaces:
-    def test_peers_are_told_of_the_slots_in_the_same_layout(self, station: Station) -> None:
+    def test_peers_see_slots_of_host_memory_in_the_same_layout(self, station: Station) -> None:
         region = station.inner.region
         assert (region.num_blocks, region.device, region.only.layout) == (SLOTS, "cpu", LAYOUT)
 
@@ -137,10 +137,10 @@ class TestPlaces:
         assert station.events(1) == [Received(second)]
         assert station.slots_used == 0
 
-    def test_a_receive_waits_for_room_no_longer_than_a_promise_lasts(
+    def test_a_receive_waits_for_room_no_longer_than_a_lease(
         self, station: Station, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The holder has the blocks no longer, and somebody else may compute the prompt."""
+        """After that time the holder has freed the blocks, and the prompt may be computed elsewhere."""
         station.now_s = 0.0
         station.buffer.receive("a", 0, b"", 0, range(6))
         waiting = [station.buffer.receive(name, 0, b"", 0, range(8, 12)) for name in "bc"]
@@ -156,7 +156,7 @@ class TestPlaces:
         (inner_id,) = station.inner.received
         station.inner.events.append(Received(inner_id))
         station.events(1)
-        assert len(station.inner.received) == 2, "the one that has not waited for long"
+        assert len(station.inner.received) == 2, "the receive that has not waited too long must go on"
 
     def test_a_receive_that_is_larger_than_the_buffer_fails_by_name(self, station: Station) -> None:
         transfer = station.buffer.receive("a", 0, b"", 0, range(9))
@@ -165,8 +165,8 @@ class TestPlaces:
         assert "needs 9 slots of this engine's host buffer, which has 8" in failed.reason
         assert released == BlocksReleased(transfer)
 
-    def test_what_is_refused_on_the_spot_wakes_the_step_loop(self, station: Station) -> None:
-        """The loop asks no earlier than a second later, where nothing else happens."""
+    def test_immediate_failures_wake_the_step_loop(self, station: Station) -> None:
+        """Without a wake-up an idle loop polls only after a second."""
         station.buffer.receive("a", 0, b"", 0, range(9))
         assert station.woken.is_set()
         assert len(station.buffer.poll()) == 2
@@ -177,7 +177,7 @@ class TestPlaces:
         assert station.woken.is_set()
         assert len(station.buffer.poll()) == 2
 
-    def test_blocks_are_filled_after_the_receive_was_committed(self, station: Station) -> None:
+    def test_blocks_are_written_only_after_the_receive_has_succeeded(self, station: Station) -> None:
         transfer = station.buffer.receive("a", 0, b"", 0, [3, 12])
         ((inner_id, slots),) = station.inner.received.items()
         for slot, value in zip(slots, (77, 88), strict=True):
@@ -188,7 +188,7 @@ class TestPlaces:
         assert station.events(1) == [Received(transfer, claimed_s=1.0, pulled_s=2.0)]
         assert station.blocks[[3, 12], -1].tolist() == [77, 88]
 
-    def test_blocks_of_a_failed_receive_come_back_at_once_and_its_slots_when_nothing_writes(
+    def test_blocks_of_a_failed_receive_are_free_at_once_and_its_slots_when_nothing_writes(
         self, station: Station
     ) -> None:
         transfer = station.buffer.receive("a", 0, b"", 0, [3])
@@ -212,7 +212,7 @@ class TestPlaces:
         (inner_id,) = station.inner.received
         station.buffer.cancel(transfer)
         assert station.inner.cancelled == [inner_id]
-        station.inner.events.append(Received(inner_id))  # crossed
+        station.inner.events.append(Received(inner_id))  # an event that was sent before the cancel arrived
         assert station.events(2) == [ReceiveFailed(transfer, "cancelled"), BlocksReleased(transfer)]
         assert station.blocks[3, 0] == 3
         assert station.slots_used == 0
@@ -257,7 +257,7 @@ class TestChoice:
     REGION = CacheRegion.of(ArenaRegion(4096, 16, "cpu", LAYOUT, 0, 2))
 
     def open(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> object:
-        """With memory that cannot be registered, unless it is the host's."""
+        """Open a connector for device memory that cannot be registered."""
 
         class Picky(Inner):
             def __init__(self, region: CacheRegion, **arguments: Any) -> None:
@@ -268,7 +268,7 @@ class TestChoice:
         monkeypatch.setattr(host_buffer, "TransferConnector", Picky)
         return open_connector(self.REGION, settings=TransferSettings(buffer_bytes=1 << 16, **settings), engine_id="x")
 
-    def test_auto_goes_by_way_of_the_host_and_says_so(
+    def test_auto_uses_host_memory_with_a_warning(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         opened = self.open(monkeypatch, buffer="auto")
@@ -284,7 +284,7 @@ class TestChoice:
         with pytest.raises(TransportError, match="buffer_bytes is 9 and a block has 4096 bytes"):
             open_connector(self.REGION, settings=TransferSettings(buffer="host", buffer_bytes=9), engine_id="x")
 
-    def test_memory_that_can_be_registered_is_used_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_memory_that_can_be_registered_is_used_directly(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(host_buffer, "TransferConnector", Inner)
         opened = open_connector(self.REGION, settings=TransferSettings(), engine_id="x")
         assert isinstance(opened, Inner)
@@ -300,11 +300,11 @@ HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
         ((1, 1), "qwen3", {}),
         ((1, 2), "qwen3", {}),
         ((2, 1), "qwen3", {}),
-        ((2, 1), "qwen3_5_text", HYBRID),  # states, of which digests are made as of blocks
+        ((2, 1), "qwen3_5_text", HYBRID),  # recurrent states, which have digests like blocks
     ],
     ids=lambda value: str(value),
 )
-def test_engines_by_way_of_the_host_give_the_tokens_of_one_engine(
+def test_hand_offs_through_host_memory_give_the_tokens_of_one_engine(
     tmp_path: Path, sizes: tuple[int, int], family: str, changes: dict[str, Any]
 ) -> None:
     folder = write_checkpoint(tmp_path / "model", family, num_hidden_layers=2, **changes)
@@ -314,7 +314,7 @@ def test_engines_by_way_of_the_host_give_the_tokens_of_one_engine(
         "dtype": "float32",
         "num_threads": 1,
         "max_num_seqs": 4,
-        "max_num_batched_tokens": 40,  # long prompts run in chunks, and are on offer meanwhile
+        "max_num_batched_tokens": 40,  # long prompts run in chunks, and are offered early
         "num_gpu_blocks_override": 64,
     }
     key, settings = (
@@ -361,7 +361,9 @@ def test_engines_by_way_of_the_host_give_the_tokens_of_one_engine(
             rest = [token for output in found[request.request_id] for token in output.token_ids]
             whole = [token for output in alone[f"alone-{request.request_id}"] for token in output.token_ids]
             assert [*first, *rest] == whole
-            assert found[request.request_id][0].num_cached_tokens == len(request.prompt_token_ids), "it was received"
+            assert found[request.request_id][0].num_cached_tokens == len(request.prompt_token_ids), (
+                "the whole prompt must have been received"
+            )
     finally:
         prefill.kill()
         decode.kill()

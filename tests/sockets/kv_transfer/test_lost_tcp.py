@@ -1,4 +1,4 @@
-"""A TCP connection of UCX gives up a silent other end in time. Each runs in a process of its own."""
+"""UCX closes a TCP connection to a silent peer in time. Each case runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-# Two ends that are connected over TCP, and the patience of all sockets between them, in milliseconds.
+# Connects two ends over TCP, and prints TCP_USER_TIMEOUT of all their sockets, in milliseconds.
 SCRIPT = """
 import contextlib, os, socket
 import numpy as np
@@ -33,7 +33,7 @@ for name in os.listdir("/proc/self/fd"):
         if each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6):
             each.getpeername()
             found.add(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
-assert dict(os.environ) == before, "child processes would inherit it"
+assert dict(os.environ) == before, "the transport must not change the environment"
 print("patience", *sorted(found), flush=True)
 os._exit(0)
 """
@@ -44,13 +44,11 @@ os._exit(0)
     [({}, 10_000), ({"UCX_TCP_USER_TIMEOUT": "7s"}, 7_000)],
     ids=["by default", "as the environment says"],
 )
-def test_a_connection_whose_other_end_is_lost_in_mid_read_is_given_up_in_seconds(
-    settings: dict[str, str], patience_ms: int
-) -> None:
-    """A read that is under way ends then, and the blocks that it might still write come back."""
+def test_tcp_sockets_time_out_in_seconds(settings: dict[str, str], patience_ms: int) -> None:
+    """Reads in progress fail then, and their blocks become free."""
     environment = {**os.environ, "UCX_TLS": "tcp", **settings}
     words = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=True)
     word, *found = done.stdout.splitlines()[-1].split()
     assert word == "patience"
-    assert [int(each) for each in found] == [pytest.approx(patience_ms, abs=1)], "UCX counts in fractions of a second"
+    assert [int(each) for each in found] == [pytest.approx(patience_ms, abs=1)], "UCX may round by a millisecond"

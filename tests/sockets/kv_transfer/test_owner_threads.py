@@ -1,4 +1,4 @@
-"""A thread that owns what it opens: whoever starts it hears how that went, and can end it."""
+"""Threads that open resources of their own: the caller gets errors of the start, and can end the thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def channel() -> Iterator[ZmqChannel]:
 
 
 def is_open(channel: ZmqChannel) -> bool:
-    """Return whether somebody listens at the channel's address."""
+    """Return whether a socket listens at the channel's address."""
     try:
         socket.create_connection(split_endpoint(channel.address.removeprefix("tcp://"))).close()
     except ConnectionRefusedError:
@@ -41,7 +41,7 @@ def no_memory(ready: Ready) -> None:
     raise MemoryError("no memory to register")
 
 
-def test_whoever_starts_it_goes_on_when_all_is_open() -> None:
+def test_open_returns_when_the_thread_is_ready() -> None:
     opened: list[str] = []
 
     def work(ready: Ready) -> None:
@@ -52,7 +52,7 @@ def test_whoever_starts_it_goes_on_when_all_is_open() -> None:
     assert opened == ["mine"]
 
 
-def test_what_opening_raises_is_raised_where_it_was_asked_for() -> None:
+def test_errors_of_the_start_are_raised_by_open() -> None:
     with pytest.raises(MemoryError, match="no memory to register"):
         OwnerThread("mine", no_memory).open(10.0)
 
@@ -70,7 +70,7 @@ def test_a_channel_whose_thread_could_not_begin_is_closed(work: Callable[[Ready]
     assert not is_open(channel)
 
 
-def test_one_that_is_stuck_is_given_up_and_leaves_when_it_comes_back(channel: ZmqChannel) -> None:
+def test_open_gives_up_on_a_stuck_thread_which_ends_when_it_continues(channel: ZmqChannel) -> None:
     library, left = threading.Event(), threading.Event()
 
     def work(ready: Ready) -> None:
@@ -104,7 +104,7 @@ def test_closing_wakes_the_thread_waits_for_it_and_may_be_done_twice(channel: Zm
     assert not is_open(channel)
 
 
-def test_a_thread_that_is_over_keeps_its_owner_alive_no_longer() -> None:
+def test_an_ended_thread_does_not_keep_its_owner_alive() -> None:
     class Owner:
         def __init__(self) -> None:
             self.thread = OwnerThread("mine", self.work)
@@ -114,7 +114,7 @@ def test_a_thread_that_is_over_keeps_its_owner_alive_no_longer() -> None:
         def work(self, ready: Ready) -> None:
             ready()
 
-    gc.disable()  # what follows is to go at once, not with the next collection
+    gc.disable()  # the owner must be freed by its reference count, not by a collection
     try:
         owner = Owner()
         gone = weakref.ref(owner)

@@ -1,4 +1,4 @@
-"""Ranks of one group over the fakes: how they come together, what they owe each other, and how they part."""
+"""Ranks of one group with fakes: how they join, answer each other, and end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEARTBEAT_TIMEOUT_S = ASK_ALIVE_EVERY_S * MAX_UNANSWERED
 
 
 class Group:
-    """Ranks 0 and 1, and the memory of someone else that they can read."""
+    """Ranks 0 and 1 of a group, and a peer whose memory they can read."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -79,7 +79,7 @@ class Group:
         return self.gather()
 
     def a_peer(self) -> bytes:
-        """The metadata of a group of one."""
+        """Return the metadata of a peer with one rank."""
         memory = bytearray(NUM_BLOCKS * LAYOUT.block_bytes)
         return group_metadata([RankMemory(0, 4, self.fabric.attach("peer", memory).metadata())])
 
@@ -96,7 +96,7 @@ def group() -> Group:
     return Group()
 
 
-def test_a_group_reads_once_all_its_ranks_do(group: Group) -> None:
+def test_a_read_of_a_group_is_done_when_all_its_ranks_are(group: Group) -> None:
     reads = group.together()
     peer = reads.add_peer(group.a_peer())
     assert reads.peer_state(peer) is PeerState.CONNECTING
@@ -114,7 +114,7 @@ def test_a_group_reads_once_all_its_ranks_do(group: Group) -> None:
 
 
 def test_a_read_that_one_rank_refuses_fails_and_names_the_rank(group: Group) -> None:
-    """The peer's rank 1 has one block less than it should."""
+    """The peer's rank 1 has one block too few."""
     reads = group.together()
     halves = []
     for first, blocks in ((0, NUM_BLOCKS), (2, NUM_BLOCKS - 1)):
@@ -160,14 +160,14 @@ def test_heads_that_do_not_divide_are_refused(group: Group) -> None:
         group.gather(size=3)
 
 
-def test_a_rank_that_goes_by_way_of_the_host_where_rank_0_does_not_is_refused() -> None:
+def test_a_rank_with_a_host_buffer_is_refused_if_rank_0_has_none() -> None:
     group = Group()
     group.join(group.reader(1, range(2, 4), staged=True))
     with pytest.raises(TransportError, match=r"rank 1 hands over from a buffer in host memory.*set transfer\.buffer"):
         group.gather()
 
 
-def test_strangers_are_not_heard(group: Group) -> None:
+def test_messages_from_outside_of_the_group_are_ignored(group: Group) -> None:
     stranger = group.wires.bind("stranger")
     link = stranger.connect("rank 0")
     stranger.send(link, b"\xc1 nonsense")
@@ -185,7 +185,7 @@ def test_strangers_are_not_heard(group: Group) -> None:
         (b"\xc1 nonsense", "rank 1 sends malformed bytes"),
     ],
 )
-def test_a_rank_that_ends_or_makes_no_sense_is_lost(message: bytes, complaint: str, group: Group) -> None:
+def test_a_rank_that_ends_or_sends_invalid_messages_is_lost(message: bytes, complaint: str, group: Group) -> None:
     reads = group.together()
     assert group.member_wire is not None
     group.member_wire.send(group.to_leader, message)
@@ -193,9 +193,7 @@ def test_a_rank_that_ends_or_makes_no_sense_is_lost(message: bytes, complaint: s
         group.pass_time(reads, 0.5)
 
 
-def test_a_rank_whose_reports_are_not_taken_any_more_ends_rather_than_lose_one(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_cannot_send_a_report_ends(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = group.together()
     reads.add_peer(group.a_peer())
     assert group.member_wire is not None
@@ -204,14 +202,14 @@ def test_a_rank_whose_reports_are_not_taken_any_more_ends_rather_than_lose_one(
         group.pass_time(reads, 1.0)
 
 
-def test_peers_are_not_told_more_than_a_handshake_takes(group: Group) -> None:
-    group.join(RankReader(1, group.reader(1, range(2, 4)).region, _Wordy()))
+def test_metadata_that_are_too_long_for_a_handshake_are_refused(group: Group) -> None:
+    group.join(RankReader(1, group.reader(1, range(2, 4)).region, _WithManyDevices()))
     with pytest.raises(TransportError, match=r"memory of 2 ranks peers need 10\d\d\d\d\d bytes, .*UCX_NET_DEVICES"):
         group.gather()
 
 
-class _Wordy:
-    """A transport of a machine with very many devices."""
+class _WithManyDevices:
+    """A fake transport with metadata as large as allowed, as on a machine with very many devices."""
 
     name = "fake"
 
@@ -219,7 +217,7 @@ class _Wordy:
         return bytes(MAX_METADATA_BYTES)
 
 
-def test_a_rank_that_owes_an_answer_and_falls_silent_is_lost(group: Group) -> None:
+def test_a_rank_that_does_not_answer_is_lost(group: Group) -> None:
     reads = group.together()
     reads.add_peer(group.a_peer())
     group.pass_time(reads, HEARTBEAT_TIMEOUT_S - 1, following=False)
@@ -227,7 +225,7 @@ def test_a_rank_that_owes_an_answer_and_falls_silent_is_lost(group: Group) -> No
         group.pass_time(reads, HEARTBEAT_TIMEOUT_S, following=False)
 
 
-def test_a_rank_may_take_long_as_long_as_it_answers(group: Group) -> None:
+def test_a_slow_rank_that_answers_is_not_lost(group: Group) -> None:
     reads = group.together()
     peer = reads.add_peer(group.a_peer())
     group.pass_time(reads, 0.5)
@@ -239,7 +237,7 @@ def test_a_rank_may_take_long_as_long_as_it_answers(group: Group) -> None:
     assert reads.poll(read) is ReadState.DONE
 
 
-def test_a_leader_that_was_stopped_for_long_does_not_take_others_for_lost(group: Group) -> None:
+def test_a_leader_that_was_stopped_does_not_consider_others_lost(group: Group) -> None:
     reads = group.together()
     reads.add_peer(group.a_peer())
     group.pass_time(reads, 0.2, following=False)
@@ -247,7 +245,7 @@ def test_a_leader_that_was_stopped_for_long_does_not_take_others_for_lost(group:
     group.pass_time(reads, 1)
 
 
-def test_ranks_without_reads_and_readers_say_nothing(group: Group) -> None:
+def test_idle_ranks_send_no_messages(group: Group) -> None:
     reads = group.together()
     group.pass_time(reads, 1)
     before = group.wires.num_sent
@@ -255,8 +253,8 @@ def test_ranks_without_reads_and_readers_say_nothing(group: Group) -> None:
     assert group.wires.num_sent == before
 
 
-def test_a_block_that_there_is_not_is_never_looked_at(group: Group) -> None:
-    """Whatever rank 0 asks for: behind the region is other memory, or none."""
+def test_a_block_outside_of_the_region_is_never_read(group: Group) -> None:
+    """Orders of rank 0 are checked, as memory after the region may be used otherwise or not exist."""
     group.together()
     assert group.member_wire is not None
     for order in (MakeDigests(1, [0, NUM_BLOCKS]), CompareBlocks(1, 1, [NUM_BLOCKS], ())):
@@ -266,7 +264,7 @@ def test_a_block_that_there_is_not_is_never_looked_at(group: Group) -> None:
 
 
 def test_a_peer_that_another_rank_cannot_reach_is_broken(group: Group) -> None:
-    """Rank 1's heads are on a rank of the peer whose metadata are none."""
+    """Rank 1 needs heads of a peer's rank whose metadata cannot be read."""
     reads = group.together()
     memory = bytearray(NUM_BLOCKS * LAYOUT.block_bytes // 2)
     whole = RankMemory(0, 2, group.fabric.attach("half a peer", memory).metadata())
@@ -278,13 +276,13 @@ def test_a_peer_that_another_rank_cannot_reach_is_broken(group: Group) -> None:
 
 
 @pytest.mark.parametrize("metadata", [b"", b"\xff" * 9, group_metadata([]), group_metadata([RankMemory(9, 1, b"")])])
-def test_metadata_that_are_none_are_refused(metadata: bytes, group: Group) -> None:
+def test_invalid_metadata_are_refused(metadata: bytes, group: Group) -> None:
     with pytest.raises((MalformedMessage, TransportError)):
         group.together().add_peer(metadata)
 
 
 @given(st.binary(max_size=60))
-def test_bytes_that_are_no_message_raise_nothing_else(data: bytes) -> None:
+def test_bytes_that_are_no_message_raise_malformed_message_only(data: bytes) -> None:
     for decode in READS:
         try:
             decode(data)

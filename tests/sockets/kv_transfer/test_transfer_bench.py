@@ -1,4 +1,4 @@
-"""The benchmark runs and its figures hang together; how large they are is no test's business."""
+"""The benchmark runs, and its figures are consistent. Tests do not judge their size."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_it_measures_the_connector_beside_raw_nixl() -> None:
+def test_the_bench_measures_the_connector_and_raw_nixl() -> None:
     result = measure(LAYOUT, TransferCase(num_tokens=(32, 100), in_flight=(2,), repeats=2, run_blocks=2))
     short, long = result["rows"]
     assert (short["num_bytes"], long["num_bytes"]) == (4 * LAYOUT.block_bytes, 14 * LAYOUT.block_bytes)
-    assert short["descriptors"] == 2  # two prompts of one run of two blocks each
+    assert short["descriptors"] == 2  # two prompts, each one run of two blocks
     assert all(row["gb_per_s"] > 0 and row["raw_gb_per_s"] > 0 and row["ratio"] > 0 for row in result["rows"])
     assert len(table(result).splitlines()) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_it_measures_groups_whose_ranks_each_move_their_heads() -> None:
+def test_the_bench_measures_groups_whose_ranks_each_move_their_heads() -> None:
     (row,) = measure(
         LAYOUT, TransferCase(num_tokens=(64,), in_flight=(1,), repeats=2, run_blocks=4, prefill_tp=1, decode_tp=2)
     )["rows"]
     assert row["num_bytes"] == 4 * LAYOUT.block_bytes
-    assert row["descriptors"] == 2 * 4  # half of each block for each rank of the reader
+    assert row["descriptors"] == 2 * 4  # each rank of the reader reads half of each block
     assert row["gb_per_s"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_it_tells_when_each_step_of_a_hand_off_was_done() -> None:
+def test_the_bench_times_each_stage_of_a_hand_off() -> None:
     result = measure(LAYOUT, TransferCase(num_tokens=(64,), in_flight=(1,), repeats=3, stages=True))
     at = result["rows"][0]["stages_us"]
     for chain in (
@@ -62,13 +62,13 @@ def test_it_tells_when_each_step_of_a_hand_off_was_done() -> None:
     assert len(table(result).splitlines()) == 2 + 2 + len(HandoffStage) + 1
 
 
-def test_sizes_over_which_heads_cannot_be_shared_out_are_refused() -> None:
+def test_sizes_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(UnevenHeads, match="2 KV heads cannot be shared out over 3 ranks"):
         measure(LAYOUT, TransferCase(prefill_tp=3))
 
 
 def test_a_message_that_was_sent_is_stamped_before_stamps_are_taken() -> None:
-    """Its receiver may be done before the sender's thread runs on."""
+    """The receiver may finish before the sender's thread continues."""
     stamps, may_return, has_arrived = Stamps(), threading.Event(), threading.Event()
 
     class SlowToReturn:

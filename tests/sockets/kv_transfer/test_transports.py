@@ -1,4 +1,4 @@
-"""The contract of every transport between processes, tried with two ends in one process."""
+"""The contract of all transports between processes, tested with two ends in one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def ends(transport: str) -> Iterator[tuple[End, End]]:
-    """A holder and a reader."""
+    """Return a holder and a reader."""
     holder, reader = an_end(transport, "holder"), an_end(transport, "reader")
     yield holder, reader
     reader[0].close()
@@ -71,7 +71,7 @@ def test_a_read_brings_the_range_and_no_byte_more(ends: tuple[End, End]) -> None
     assert (memory.reshape(-1) == expected).all()
 
 
-def test_the_lanes_that_ucx_chose_are_known(ends: tuple[End, End]) -> None:
+def test_the_lanes_of_ucx_are_reported(ends: tuple[End, End]) -> None:
     (holder, _), (reader, _) = ends
     connect(holder, reader)
     assert any("cfg#" in lane for lane in reader.lanes)
@@ -94,9 +94,9 @@ def test_a_range_outside_the_regions_is_refused(piece: ByteRange, ends: tuple[En
         reader.read(peer, [piece])
 
 
-def test_a_read_goes_on_where_the_same_peer_was_removed_before(ends: tuple[End, End]) -> None:
+def test_a_read_works_after_the_same_peer_was_removed_and_added(ends: tuple[End, End]) -> None:
     (holder, _), (reader, memory) = ends
-    reader.remove_peer(reader.add_peer(holder.metadata()))  # while it connects
+    reader.remove_peer(reader.add_peer(holder.metadata()))  # while it is connecting
     reader.remove_peer(connect(holder, reader))
     read = reader.read(connect(holder, reader), [ByteRange(0, 0, memory.size)])
     while reader.poll(read) is ReadState.RUNNING:
@@ -106,7 +106,7 @@ def test_a_read_goes_on_where_the_same_peer_was_removed_before(ends: tuple[End, 
 
 
 class Crash:
-    """An agent, or a worker, whose call for progress raises as long as `is_on`."""
+    """A wrapper of an agent or a worker, of which one method raises while `is_on`."""
 
     def __init__(self, target: Any, call: str, error: Exception) -> None:
         self._target, self._call, self._error = target, call, error
@@ -199,7 +199,7 @@ def test_metadata_with_an_impossible_field_are_refused(field: int, value: object
 
 
 @pytest.mark.parametrize("metadata", [b"", b"\xff" * 30, msgspec.msgpack.encode(["short"])])
-def test_metadata_that_are_none_are_refused(metadata: bytes, ends: tuple[End, End]) -> None:
+def test_invalid_metadata_are_refused(metadata: bytes, ends: tuple[End, End]) -> None:
     with pytest.raises(MalformedMessage, match=r"cannot be read as metadata of a (NIXL|UCX) peer"):
         ends[1][0].add_peer(metadata)
 
@@ -211,7 +211,7 @@ def test_a_peer_with_another_version_of_ucx_is_refused_by_name(ends: tuple[End, 
         reader.add_peer(altered(holder.metadata(), 0, "1.2"))
 
 
-def test_child_processes_inherit_nothing_that_a_transport_told_ucx(ends: tuple[End, End]) -> None:
+def test_a_transport_leaves_the_environment_unchanged(ends: tuple[End, End]) -> None:
     given = {name for name in os.environ if name.startswith("UCX_")}
     assert given <= UCX_SETTINGS
 

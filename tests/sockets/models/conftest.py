@@ -15,7 +15,7 @@ from .hub_client import DEMO, Client
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Return a folder with the demo model, and with files that nobody needs."""
+    """Return a folder with the demo model, and with files that must not be fetched."""
     folder = tmp_path / "repository"
     shutil.copytree(DEMO, folder)
     (folder / "original").mkdir()

@@ -43,7 +43,7 @@ class Fetched:
 
 @dataclass
 class Client:
-    """Fetches models in processes whose environment leads to a server."""
+    """Fetches models in processes whose environment names a server."""
 
     cache: Path
     environment: dict[str, str]

@@ -1,4 +1,4 @@
-"""Drafts in a model that is divided over ranks, of families with every kind of cache that takes them."""
+"""Drafts in a model that is divided over ranks, for families with every kind of cache that supports drafts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_answers_are_those_without_drafts(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "drawn"])
 @pytest.mark.parametrize("method", ["mtp", "mtp of three layers", "draft_model", "eagle3"])
-def test_what_guesses_on_the_device_is_divided_as_the_model_is(
+def test_answers_with_drafters_on_the_device_are_those_without_drafts(
     pool: MemberPool, tmp_path: Path, method: str, params: SamplingParams, ranks: int
 ) -> None:
     folder = write_model(tmp_path / "drafting", method)
@@ -86,7 +86,7 @@ def test_what_guesses_on_the_device_is_divided_as_the_model_is(
 def test_ranks_that_step_together_may_each_have_drafts_or_none(
     pool: MemberPool, tmp_path: Path, family: str, params: SamplingParams
 ) -> None:
-    """One rank has a request more than the other, and so reads prompts while that decodes, and is done later."""
+    """One rank has one request more than the other: it is in prefill while the other decodes, and finishes later."""
     folder = write_checkpoint(tmp_path / family, family)
     requests = requests_of([random_tokens(length, seed=length) for length in (1, 16, 50, 9, 33)], params)
     plain = serve_alone(engine_config(str(folder)), [requests])
@@ -105,7 +105,7 @@ def test_ranks_that_step_together_may_each_have_drafts_or_none(
 def test_ranks_that_step_together_guess_on_the_device(pool: MemberPool, tmp_path: Path, method: str) -> None:
     folder = write_model(tmp_path / "drafting", method)
     guesses: dict[str, object] = {"method": method.partition(" ")[0], "num_speculative_tokens": 3}
-    if method == "draft_model":  # a mixture, of which each rank has all
+    if method == "draft_model":  # an MoE model; each rank has all experts
         guesses["model"] = str(write_checkpoint(tmp_path / "small", "qwen3_moe", num_hidden_layers=1))
     if method == "eagle3":
         guesses["model"] = str(write_eagle3(tmp_path / "head"))

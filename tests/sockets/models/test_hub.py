@@ -1,4 +1,4 @@
-"""Models by their name, fetched from a server that speaks the Hub's API, whole and misbehaving."""
+"""Models by name, fetched from a server with the Hub's API, which may misbehave."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXT = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_co
 
 
 @pytest.mark.slow
-def test_a_name_is_fetched_once_and_only_what_is_read(client: Client, hub: HubServer) -> None:
+def test_a_model_is_fetched_once_with_the_needed_files_only(client: Client, hub: HubServer) -> None:
     fetched = client.fetch()
     assert fetched.files == sorted([*TEXT, WEIGHTS])
     assert fetched.folder == client.cache / f"models--demo--model/snapshots/{COMMIT}"
@@ -37,16 +37,18 @@ def test_a_name_is_fetched_once_and_only_what_is_read(client: Client, hub: HubSe
     assert hub.downloads("") == []
     hub.requests.clear()
     assert client.fetch(revision=COMMIT).folder == fetched.folder
-    assert hub.requests == [], hub.requests  # a commit never changes
+    assert hub.requests == [], hub.requests  # a commit never changes, so no request is needed
 
 
 def test_gateways_and_plans_fetch_no_weights(client: Client, hub: HubServer, repository: Path) -> None:
-    (repository / "hf_quant_config.json").write_text("{}")  # says of weights what config.json may leave out
+    (repository / "hf_quant_config.json").write_text("{}")  # quantization that config.json may lack
     assert client.fetch(files="TEXT").files == sorted([*TEXT, "hf_quant_config.json"])
     assert hub.downloads(".safetensors") == []
 
 
-def test_of_divided_weights_the_files_of_the_index_come(client: Client, hub: HubServer, repository: Path) -> None:
+def test_of_sharded_weights_the_files_of_the_index_are_fetched(
+    client: Client, hub: HubServer, repository: Path
+) -> None:
     parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     (repository / WEIGHTS).unlink()
     for name in (*parts, "model-fp8.safetensors"):
@@ -64,7 +66,7 @@ def test_two_processes_make_one_download(client: Client, hub: HubServer) -> None
 
 
 @pytest.mark.slow
-def test_a_slow_download_tells_how_far_it_is(client: Client, hub: HubServer) -> None:
+def test_a_slow_download_logs_its_progress(client: Client, hub: HubServer) -> None:
     hub.bytes_per_s = 8e6
     fetched = client.fetch()
     assert fetched.told.pop(0) == f"fetches the weights of demo/model, commit {COMMIT}"
@@ -75,7 +77,7 @@ def test_a_slow_download_tells_how_far_it_is(client: Client, hub: HubServer) -> 
 
 
 def read_terminal(window: int) -> str:
-    """Return what a terminal shows next; empty when its last program has ended."""
+    """Return the next output to a terminal; "" when its last program has ended."""
     try:
         return os.read(window, 4096).decode(errors="replace")
     except OSError as error:
@@ -95,12 +97,12 @@ def test_a_terminal_shows_bars_of_the_weights(client: Client) -> None:
     assert process.wait(60) == 0
     assert "Fetching 1 files: 100%" in shown
     assert "Fetching 4 files" not in shown
-    assert "\r\n\r\n\r\n\r\n" not in shown  # no line is kept for a bar that is not there
+    assert "\r\n\r\n\r\n\r\n" not in shown  # there are no empty lines of bars that are not shown
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_download_at_once_and_leaves_no_part(client: Client, hub: HubServer) -> None:
-    hub.bytes_per_s = 1e5  # for two minutes
+    hub.bytes_per_s = 1e5  # the download would take two minutes
     process = client.start()
     eventually(lambda: hub.downloads(WEIGHTS) != [], 30.0, "no download begins")
     time.sleep(0.5)
@@ -111,15 +113,15 @@ def test_ctrl_c_ends_a_download_at_once_and_leaves_no_part(client: Client, hub: 
 
 
 @pytest.mark.slow
-def test_a_download_that_breaks_off_goes_on_where_it_was(client: Client, hub: HubServer) -> None:
-    chunk = 10 * 2**20  # which the library writes at once
+def test_an_interrupted_download_is_resumed(client: Client, hub: HubServer) -> None:
+    chunk = 10 * 2**20  # the library writes chunks of this size
     hub.break_after = [chunk - 1, chunk + 1]
     assert (client.fetch().folder / WEIGHTS).read_bytes() == (DEMO / WEIGHTS).read_bytes()
     ranges = [wanted for method, path, wanted in hub.requests if method == "GET" and path.endswith(f"/{WEIGHTS}")]
     assert ranges == ["", "", f"bytes={chunk}-"]
 
 
-def test_a_mirror_is_another_endpoint_and_a_cache_another_folder(client: Client, tmp_path: Path) -> None:
+def test_a_download_dir_replaces_the_cache(client: Client, tmp_path: Path) -> None:
     fetched = client.fetch(download_dir=str(tmp_path / "models"))
     assert fetched.folder.is_relative_to(tmp_path / "models")
     assert not list(client.cache.glob("models--*"))
@@ -133,7 +135,7 @@ def test_another_revision_has_a_folder_of_its_own(client: Client, hub: HubServer
 
 
 @pytest.mark.slow
-def test_a_token_opens_what_is_gated(client: Client, hub: HubServer) -> None:
+def test_a_token_gives_access_to_gated_models(client: Client, hub: HubServer) -> None:
     hub.token, hub.gated = "hf_secret", True
     refused = client.fetch()
     assert "is gated: accept its terms at" in refused.message
@@ -143,7 +145,7 @@ def test_a_token_opens_what_is_gated(client: Client, hub: HubServer) -> None:
 
 
 @pytest.mark.slow
-def test_offline_the_cache_answers(client: Client, hub: HubServer) -> None:
+def test_offline_the_cache_is_used(client: Client, hub: HubServer) -> None:
     offline = {**client.environment, "HF_HUB_OFFLINE": "1"}
     without = Client(client.cache, offline).fetch()
     assert without.error == "HubUnreachable"
@@ -158,7 +160,7 @@ def test_offline_the_cache_answers(client: Client, hub: HubServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_hub_that_cannot_be_reached_leaves_the_cache(client: Client) -> None:
+def test_the_cache_is_used_if_the_hub_cannot_be_reached(client: Client) -> None:
     fetched = client.fetch()
     client.environment["HF_ENDPOINT"] = f"http://127.0.0.1:{free_port()}"
     assert client.fetch().folder == fetched.folder
@@ -209,7 +211,7 @@ FAULTS: dict[str, tuple[Fault, list[str]]] = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAULTS)
-def test_errors_say_what_is_wrong_and_what_to_do(name: str, client: Client, hub: HubServer, repository: Path) -> None:
+def test_errors_name_the_cause_and_the_remedy(name: str, client: Client, hub: HubServer, repository: Path) -> None:
     fault, expected = FAULTS[name]
     fault(hub, client, repository)
     fetched = client.fetch()
@@ -223,7 +225,7 @@ def test_a_revision_that_is_not_there_is_named(client: Client) -> None:
 
 
 @pytest.mark.slow
-def test_what_arrived_wrong_is_not_kept(client: Client, hub: HubServer) -> None:
+def test_damaged_downloads_are_not_kept(client: Client, hub: HubServer) -> None:
     hub.corrupt = True
     assert "was removed" in client.fetch().message
     hub.corrupt = False
@@ -233,7 +235,7 @@ def test_what_arrived_wrong_is_not_kept(client: Client, hub: HubServer) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["./model", "/models/demo", "../demo/model", "demo", "a/b/c"])
-def test_a_path_is_no_name(path: str, client: Client, hub: HubServer) -> None:
+def test_a_path_is_not_taken_for_a_name(path: str, client: Client, hub: HubServer) -> None:
     assert client.fetch(path).folder == Path(path)
     assert hub.requests == []
 

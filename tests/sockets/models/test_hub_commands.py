@@ -29,7 +29,9 @@ def baton(client: Client, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_check_reads_what_the_hub_says_and_fetches_no_weights(client: Client, hub: HubServer, tmp_path: Path) -> None:
+def test_check_reads_the_config_from_the_hub_and_fetches_no_weights(
+    client: Client, hub: HubServer, tmp_path: Path
+) -> None:
     done = baton(client, "check", application(tmp_path))
     assert done.returncode == 0, done.stderr
     aside = "(not checked: the weights of demo/model, which engines fetch)"
@@ -45,7 +47,7 @@ def test_check_reads_what_the_hub_says_and_fetches_no_weights(client: Client, hu
     assert hub.downloads(".safetensors") == []
 
 
-def test_check_without_a_network_says_what_it_could_not_check(client: Client, tmp_path: Path) -> None:
+def test_check_without_a_network_names_what_it_could_not_check(client: Client, tmp_path: Path) -> None:
     client.environment["HF_HUB_OFFLINE"] = "1"
     done = baton(client, "check", application(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -76,7 +78,7 @@ def test_an_application_keeps_its_commit_and_its_cache(client: Client, hub: HubS
     assert len([path for _, path, _ in hub.requests if "/revision/" in path]) == 1
 
 
-def test_plan_takes_a_name(client: Client, hub: HubServer, tmp_path: Path) -> None:
+def test_plan_accepts_a_name(client: Client, hub: HubServer, tmp_path: Path) -> None:
     done = baton(client, "plan", application(tmp_path), "--gpus-per-node", 0)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "baton: demo/model on 1 node with no GPU" in done.stdout
@@ -122,7 +124,7 @@ with LLM("demo/model", device="cpu", kv_cache_memory_bytes=2**24, load_format=sy
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("load_format", "downloads"), [("dummy", 0), ("auto", 1)])
-def test_llm_takes_a_name(load_format: str, downloads: int, client: Client, hub: HubServer) -> None:
+def test_llm_accepts_a_name(load_format: str, downloads: int, client: Client, hub: HubServer) -> None:
     words = [sys.executable, "-c", LLM, load_format]
     done = subprocess.run(words, env=client.environment, capture_output=True, text=True, timeout=100)
     assert done.stdout == "4\n", done.stderr

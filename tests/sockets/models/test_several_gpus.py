@@ -1,8 +1,8 @@
-"""On two and four GPUs, in bfloat16: a model that is divided, or has its experts spread, says what it says on one.
+"""On two and four GPUs in bfloat16, a model that is divided or has its experts spread answers as on one GPU.
 
-An engine on several writes; an engine on one then reads all of that as a prompt, and must find every token as likely as
-the first one did. So prompts and decodes, captured and eager, of several devices are compared with a prompt on one.
-Engines are in processes of a pool: one that hangs on a device ends with its test.
+An engine on several GPUs generates texts. An engine on one GPU then scores each text as a prompt, and must give every
+token the same likelihood. This compares prefill and decode, captured and eager, with prefill on one device. Engines
+run in processes of a pool: one that hangs on a device ends with its test.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ...helpers.member_pool import MemberPool
 from ...helpers.paged import random_tokens
 from ...helpers.tiny_shapes import wide_shape
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]  # of cold starts; each process has its own, shorter
-START_S = 240.0  # of an engine that finds no compiled kernel, and its answers
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]  # for cold starts; each process has a shorter limit
+START_S = 240.0  # limit of an engine without cached kernels, with its answers
 EXPERTS = {"enable_expert_parallel": True}
-SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}  # every prompt comes twice, and with it its answer
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}  # prompts come twice, so answers repeat
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 MOVES = {"enable_eplb": True, "num_redundant_experts": 4, "eplb_step_interval": 5}
 WAYS: dict[str, dict[str, Any]] = {
@@ -126,7 +126,7 @@ def make(folder: Path, device: str, **args: Any) -> LLM:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and what came of it. `logprobs`: of every token but the first."""
+    """A prompt with its answer, and the logprobs of all tokens but the first."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -141,7 +141,7 @@ class Written:
 
 
 def write(member: Member, folder: Path, device: str, prompts: list[list[int]], args: dict[str, Any]) -> Written:
-    """In a process of its own. Each prompt twice, as experts may have moved in between."""
+    """Generate answers in a process of the pool, twice for each prompt, as experts may move in between."""
     with make(folder, device, **args) as llm:
         texts = []
         for _ in range(2):
@@ -160,7 +160,7 @@ def write(member: Member, folder: Path, device: str, prompts: list[list[int]], a
 
 
 def score(member: Member, folder: Path, device: str, texts: list[list[int]]) -> tuple[list[list[float]], int]:
-    """The logprobs of every token but the first, and late compilations, of an engine on one device."""
+    """Return logprobs of all tokens but the first, and the number of late compilations, of an engine on one device."""
     with make(folder, device) as llm:
         results = llm.generate(texts, SCORED, use_tqdm=False)
         found = [
@@ -197,11 +197,11 @@ def test_every_token_is_as_likely_as_on_one_device_and_nothing_compiles_late(
     folder = folder_of(architecture)
     (written,) = pool.run(write, folder, device, PROMPTS, ARGS[way], timeout_s=START_S)
     texts = [text.tokens for text in written.texts]
-    assert len({tuple(text[-40:]) for text in texts}) >= len(PROMPTS)  # nothing degenerate
+    assert len({tuple(text[-40:]) for text in texts}) >= len(PROMPTS)  # answers differ
     ((expected, num_late),) = pool.run(score, folder, device, texts, timeout_s=START_S)
     ours = [logprob for text in written.texts for logprob in text.logprobs]
     theirs = [logprob for text in expected for logprob in text]
-    assert statistics.pstdev(theirs) > 4 * NEAR_TIE, "so much alike that the comparison would be blind"
+    assert statistics.pstdev(theirs) > 4 * NEAR_TIE, "the logprobs are too much alike for a comparison"
     errors = sorted(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     off = sum(not error <= NEAR_TIE for error in errors) / len(errors)
     assert statistics.median(errors) < NEAR_TIE / 4
@@ -214,7 +214,7 @@ def test_every_token_is_as_likely_as_on_one_device_and_nothing_compiles_late(
 
 
 def rest(member: Member, folder: Path, device: str, args: dict[str, Any]) -> float:
-    """In a process of its own: the cores that a group takes which has nothing to do."""
+    """Return the CPU cores that an idle group uses. This runs in a process of the pool."""
     with make(folder, device, **args) as llm:
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         pids = [os.getpid(), *members()]
@@ -228,7 +228,7 @@ def rest(member: Member, folder: Path, device: str, args: dict[str, Any]) -> flo
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(("architecture", "way"), [("qwen3", "tp2"), ("qwen3_moe", "dp2-ep")])
-def test_a_group_without_requests_leaves_the_cores_alone(
+def test_an_idle_group_uses_hardly_any_cpu_time(
     pool: MemberPool, folder_of: Callable[[str], Path], architecture: str, way: str
 ) -> None:
     (cores,) = pool.run(rest, folder_of(architecture), "cuda", WAYS[way], timeout_s=START_S)
@@ -236,7 +236,7 @@ def test_a_group_without_requests_leaves_the_cores_alone(
 
 
 def lose_a_member(member: Member, folder: Path, device: str, args: dict[str, Any]) -> tuple[str, float]:
-    """In a process of its own: what `generate` raises when a member is killed in a step, and after how many seconds."""
+    """Kill a member in a step; return the error of `generate`, and the seconds until it. This runs in the pool."""
     llm = make(folder, device, **args)
     llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     killed_at: list[float] = []
@@ -258,7 +258,7 @@ def lose_a_member(member: Member, folder: Path, device: str, args: dict[str, Any
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(("architecture", "way"), [("qwen3", "tp2"), ("qwen3", "tp2-nccl"), ("qwen3_moe", "dp2-ep")])
-def test_a_member_that_dies_in_a_step_of_gpus_ends_the_engine_and_its_devices_serve_again(
+def test_a_member_that_dies_in_a_step_on_gpus_ends_the_engine_and_frees_its_devices(
     pool: MemberPool, folder_of: Callable[[str], Path], architecture: str, way: str
 ) -> None:
     folder = folder_of(architecture)

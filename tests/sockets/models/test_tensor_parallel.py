@@ -1,4 +1,4 @@
-"""A model divided over ranks says what it says on one: every architecture, token by token, in float32."""
+"""A model that is divided over ranks gives the tokens of one rank: every architecture, in float32."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...helpers.parallel_engine import Served, engine_config, logprob_error, req
 
 pytestmark = pytest.mark.exhaustive
 
-TOLERANCE = 1e-4  # of a logprob: sums of other orders
+TOLERANCE = 1e-4  # error of a logprob by other orders of sums
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 16, 17, 50, 90)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=3, prompt_logprobs=1)
 DRAWN = SamplingParams(
@@ -102,12 +102,14 @@ def divided(pool: MemberPool, folder: Path, batches: Any, ranks: int, **args: An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DIVISIONS)
-def test_divided_says_what_the_whole_says(pool: MemberPool, folder_of: Callable[[str], Path], name: str) -> None:
+def test_a_divided_model_gives_the_tokens_and_logprobs_of_the_whole(
+    pool: MemberPool, folder_of: Callable[[str], Path], name: str
+) -> None:
     ranks = DIVISIONS[name][2]
     batches = [requests_of(prompts_of(name), params) for params in (GREEDY, DRAWN)]
     whole = serve_alone(engine_config(str(folder_of(name))), batches)
     ours = divided(pool, folder_of(name), batches, ranks)
-    assert len({tuple(answer.token_ids) for answer in whole.answers}) == len(whole.answers)  # nothing degenerate
+    assert len({tuple(answer.token_ids) for answer in whole.answers}) == len(whole.answers)  # answers differ
     assert [answer.token_ids for answer in ours.answers] == [answer.token_ids for answer in whole.answers]
     for our, their in zip(ours.answers, whole.answers, strict=True):
         assert logprob_error(our.logprobs, their.logprobs) < TOLERANCE
@@ -132,7 +134,9 @@ def test_divided_says_what_the_whole_says(pool: MemberPool, folder_of: Callable[
         "gemma3_text",
     ],
 )
-def test_divided_says_what_transformers_says(pool: MemberPool, folder_of: Callable[[str], Path], name: str) -> None:
+def test_a_divided_model_gives_the_tokens_of_transformers(
+    pool: MemberPool, folder_of: Callable[[str], Path], name: str
+) -> None:
     architecture, keys, ranks = DIVISIONS[name]
     reference = make_model(architecture, **keys)
     ours = divided(pool, folder_of(name), [requests_of(PROMPTS, GREEDY)], ranks)
@@ -146,7 +150,7 @@ def test_chunks_cached_prefixes_preemption_and_steps_in_flight_change_nothing(
     prompts = [random_tokens(length, seed=length) for length in (60, 61, 62, 63, 64, 65)]
     params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True)
     everything = requests_of(prompts, params)
-    batches = [everything, everything[-1:], everything[-1:]]  # the last one from the cache
+    batches = [everything, everything[-1:], everything[-1:]]  # the last one is in the prefix cache
     whole = serve_alone(engine_config(str(folder_of("qwen3")), enable_prefix_caching=False), batches)
     ours = divided(
         pool,
@@ -167,7 +171,7 @@ def test_chunks_cached_prefixes_preemption_and_steps_in_flight_change_nothing(
 def test_dummy_weights_are_those_of_the_whole_model(
     pool: MemberPool, folder_of: Callable[[str], Path], name: str
 ) -> None:
-    prompts = PROMPTS[1:]  # what has prompt logprobs
+    prompts = PROMPTS[1:]  # prompts of one token have no prompt logprobs
     batches = [requests_of(prompts, GREEDY)]
     whole = serve_alone(engine_config(str(folder_of(name)), load_format="dummy"), batches)
     ours = divided(pool, folder_of(name), batches, 2, load_format="dummy")
@@ -177,7 +181,7 @@ def test_dummy_weights_are_those_of_the_whole_model(
         assert logprob_error(our.prompt_logprobs, their.prompt_logprobs) < TOLERANCE
 
 
-HEAD_BYTES = 3 * 2 * 16 * 32 * 4  # of one KV head in a block of the tiny qwen3
+HEAD_BYTES = 3 * 2 * 16 * 32 * 4  # bytes of one KV head in a block of the tiny qwen3
 
 
 def serve_with_own_memory(member: Member, folder: str, memory_bytes: list[int]) -> Served | None:
@@ -186,7 +190,7 @@ def serve_with_own_memory(member: Member, folder: str, memory_bytes: list[int]) 
     return serve(member, engine_config(folder, **args), [])
 
 
-def test_all_ranks_have_as_many_blocks_as_the_poorest_whose_blocks_are_its_heads_share(
+def test_all_ranks_have_as_many_blocks_as_fit_the_rank_with_the_least_memory(
     pool: MemberPool, folder_of: Callable[[str], Path]
 ) -> None:
     memory = [100 * HEAD_BYTES, 40 * HEAD_BYTES]
@@ -206,10 +210,10 @@ WAYS_OVER_RANKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS_OVER_RANKS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"])
-def test_mixtures_over_ranks_say_what_transformers_says(
+def test_moe_models_over_ranks_give_the_tokens_of_transformers(
     pool: MemberPool, folder_of: Callable[[str], Path], name: str, way: str
 ) -> None:
-    """Every rank that schedules has other prompts, and one of them fewer: it is done first."""
+    """Data-parallel ranks have different prompts, and one of them fewer, so it finishes first."""
     config = engine_config(str(folder_of(name)), **WAYS_OVER_RANKS[way])
     tp, dp = config.tensor_parallel_size, config.data_parallel_size
     prompts_of_ranks = [PROMPTS[dp_rank::dp] for dp_rank in range(dp)]
@@ -225,7 +229,7 @@ def serve_own(member: Member, config: EngineConfig, batches_of_ranks: Any) -> Se
 
 
 @pytest.mark.slow
-def test_data_parallel_ranks_of_a_dense_model_serve_each_for_itself(
+def test_data_parallel_ranks_of_a_dense_model_are_independent(
     pool: MemberPool, folder_of: Callable[[str], Path]
 ) -> None:
     batches = [requests_of(PROMPTS, DRAWN)]
@@ -237,7 +241,7 @@ def test_data_parallel_ranks_of_a_dense_model_serve_each_for_itself(
 
 
 def drawn_by(member: Member, config: EngineConfig, batches: Any) -> list[list[list[int]]]:
-    """The tokens of every step, as this rank has drawn them."""
+    """Return the tokens that this rank has drawn in each step."""
     drawn: list[list[list[int]]] = []
     launch = ModelRunner.launch
 
@@ -254,10 +258,10 @@ def drawn_by(member: Member, config: EngineConfig, batches: Any) -> list[list[li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v2"])
-def test_every_rank_draws_the_same_tokens_by_itself_in_bfloat16_too(
+def test_every_rank_draws_the_same_tokens_also_in_bfloat16(
     pool: MemberPool, folder_of: Callable[[str], Path], name: str
 ) -> None:
-    """Weights that say next to nothing, and high temperature: tokens hang on the last bits."""
+    """With random weights and a high temperature, tokens depend on the last bits."""
     params = SamplingParams(temperature=2.0, max_tokens=32, ignore_eos=True)
     config = engine_config(str(folder_of(name)), tensor_parallel_size=2, dtype="bfloat16", load_format="dummy")
     first, second = pool.run(drawn_by, config, [requests_of(PROMPTS, params)], tp=2)

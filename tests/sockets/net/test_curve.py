@@ -1,4 +1,4 @@
-"""CURVE: only holders of the cluster key may talk on its sockets."""
+"""CURVE: only holders of the cluster key can communicate over its sockets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dealer(context: zmq.Context, address: str) -> zmq.Socket:
     return client
 
 
-def test_holders_of_the_key_talk_both_ways(context: zmq.Context) -> None:
+def test_holders_of_the_key_communicate_both_ways(context: zmq.Context) -> None:
     key = ClusterKey.generate()
     server, address = server_of(context, key)
     with server, context.socket(zmq.DEALER) as client:
@@ -54,19 +54,19 @@ def test_holders_of_the_key_talk_both_ways(context: zmq.Context) -> None:
 
 
 def send_if_open(client: zmq.Socket) -> None:
-    """Send, unless the server has refused the client already: then there is nobody to send to."""
+    """Send, unless the server has already refused the client, which then has no peer."""
     with contextlib.suppress(zmq.Again):
         client.send(b"claim", zmq.NOBLOCK)
 
 
-def test_a_client_without_a_key_is_not_heard(context: zmq.Context) -> None:
+def test_messages_of_a_client_without_a_key_do_not_arrive(context: zmq.Context) -> None:
     server, address = server_of(context, ClusterKey.generate())
     with server, dealer(context, address) as client:
         send_if_open(client)
         assert not server.poll(SILENCE_MS)
 
 
-def test_a_client_with_another_clusters_key_is_not_heard(context: zmq.Context) -> None:
+def test_messages_of_a_client_with_another_clusters_key_do_not_arrive(context: zmq.Context) -> None:
     server, address = server_of(context, ClusterKey.generate())
     with server, context.socket(zmq.DEALER) as client:
         ClusterKey.generate().secure_client(client)
@@ -75,7 +75,7 @@ def test_a_client_with_another_clusters_key_is_not_heard(context: zmq.Context) -
         assert not server.poll(SILENCE_MS)
 
 
-def a_stranger_with(key: ClusterKey, context: zmq.Context, address: str) -> zmq.Socket:
+def client_with_public_key_only(key: ClusterKey, context: zmq.Context, address: str) -> zmq.Socket:
     """Return a client that knows the public key only."""
     client = context.socket(zmq.DEALER)
     client.curve_serverkey = zmq.curve_public(key.to_bytes())
@@ -88,26 +88,24 @@ def test_knowing_the_public_key_is_not_enough(context: zmq.Context) -> None:
     """Without the ZAP handler libzmq would let this client in."""
     key = ClusterKey.generate()
     server, address = server_of(context, key)
-    with server, a_stranger_with(key, context, address) as client:
+    with server, client_with_public_key_only(key, context, address) as client:
         send_if_open(client)
         assert not server.poll(SILENCE_MS)
 
 
-def test_where_nobody_answers_for_a_key_any_more_nobody_new_comes_in(
-    context: zmq.Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_zap_handler_no_client_is_accepted(context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     def bind_nothing(authenticator: Authenticator) -> None:
         authenticator.zap_socket = authenticator.context.socket(zmq.REP)
 
     monkeypatch.setattr(Authenticator, "start", bind_nothing)
     key = ClusterKey.generate()
     server, address = server_of(context, key)
-    with server, a_stranger_with(key, context, address) as client:
+    with server, client_with_public_key_only(key, context, address) as client:
         send_if_open(client)
         assert not server.poll(SILENCE_MS)
 
 
-def test_a_client_does_not_talk_to_a_server_without_the_key(context: zmq.Context) -> None:
+def test_a_client_sends_nothing_to_a_server_without_the_key(context: zmq.Context) -> None:
     with context.socket(zmq.ROUTER) as impostor, context.socket(zmq.DEALER) as client:
         port = impostor.bind_to_random_port("tcp://127.0.0.1")
         ClusterKey.generate().secure_client(client)
@@ -116,7 +114,7 @@ def test_a_client_does_not_talk_to_a_server_without_the_key(context: zmq.Context
         assert not impostor.poll(SILENCE_MS)
 
 
-def test_two_clusters_in_one_context_stay_apart(context: zmq.Context) -> None:
+def test_two_clusters_in_one_context_are_separate(context: zmq.Context) -> None:
     one, other = ClusterKey.generate(), ClusterKey.generate()
     (server, address), (bystander, _) = server_of(context, one), server_of(context, other)
     with server, bystander, context.socket(zmq.DEALER) as client:
@@ -141,7 +139,7 @@ async def test_asyncio_sockets_are_secured_alike() -> None:
             assert (await asyncio.wait_for(server.recv_multipart(), 20))[1] == b"submit"
 
 
-def test_contexts_end_at_once_though_they_had_servers() -> None:
+def test_contexts_that_had_servers_end_at_once() -> None:
     for _ in range(3):
         with zmq.Context() as context:
             server, _address = server_of(context, ClusterKey.generate())
@@ -149,7 +147,7 @@ def test_contexts_end_at_once_though_they_had_servers() -> None:
 
 
 def test_a_context_that_is_collected_while_another_is_secured_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the collector may do in the very thread that secures, inside of what it does there."""
+    """Garbage collection may end a context in the very thread that secures another one, at any point."""
     context = zmq.Context()
     server, _address = server_of(context, ClusterKey.generate())
     server.close()

@@ -1,4 +1,4 @@
-"""Collectives of a group: the sums are right, and equal to the last bit on every rank."""
+"""Collectives of a group: sums are right, and equal to the last bit on every rank."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def sums(member: Member) -> list[torch.Tensor]:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "device"), [(2, "cpu"), (3, "cpu"), (4, "cpu"), ON_GPUS])
-def test_sums_have_equal_bits_on_every_rank_whatever_the_type_and_the_size(
-    pool: MemberPool, ranks: int, device: str
-) -> None:
+def test_sums_of_all_dtypes_and_sizes_have_equal_bits_on_every_rank(pool: MemberPool, ranks: int, device: str) -> None:
     first, *others = pool.run(sums, tp=ranks, device=device)
     for other in others:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
@@ -51,7 +49,7 @@ def test_sums_have_equal_bits_on_every_rank_whatever_the_type_and_the_size(
         assert (error <= ranks * torch.finfo(dtype).eps * parts.abs().sum(0)).all()
 
 
-# Of three rows, how many each rank sends to each.
+# How many of its three rows each rank sends to each rank.
 SENT = {2: [[1, 2], [0, 3]], 3: [[1, 1, 1], [0, 2, 1], [1, 1, 1]]}
 
 
@@ -63,7 +61,7 @@ def exchange(member: Member) -> dict[str, Any]:
         received = [of_rank[member.rank] for of_rank in sent]
         return {
             "reduced": tp.all_reduce(rows.clone()).cpu(),
-            "gathered": tp.all_gather(rows.T).cpu(),  # no contiguous memory
+            "gathered": tp.all_gather(rows.T).cpu(),  # not contiguous
             "scattered": tp.reduce_scatter(rows.repeat(tp.size, 1)).cpu(),
             "mixed": tp.all_to_all(rows, sent[member.rank], received).cpu(),
             "agreed": tp.agree([member.rank, -member.rank, 2**40]),
@@ -72,7 +70,7 @@ def exchange(member: Member) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "device"), [(3, "cpu"), (2, "cpu"), ON_GPUS])
-def test_every_collective_does_what_the_table_says(pool: MemberPool, ranks: int, device: str) -> None:
+def test_every_collective_gives_its_defined_result(pool: MemberPool, ranks: int, device: str) -> None:
     results = pool.run(exchange, tp=ranks, device=device)
     rows = [torch.arange(6.0).view(3, 2) + 10 * rank for rank in range(ranks)]
     pieces = [part.split(sent) for part, sent in zip(rows, SENT[ranks], strict=True)]
@@ -89,7 +87,7 @@ REPLAYS = 5
 
 
 def replayed_sums(member: Member, peer_memory: bool) -> list[torch.Tensor]:
-    """Return what a captured chain of sums gives, again and again, for other inputs each time."""
+    """Return the results of replays of a captured chain of sums, each with other inputs."""
     device = device_of(member)
     with groups_of(member, peer_memory=peer_memory) as groups:
         return _replay(groups.tp, member, device)
@@ -133,7 +131,7 @@ def neighbours(member: Member, spread: bool) -> list[list[int]]:
         return [group.all_gather(own_rank).tolist() for group in (groups.tp, groups.dp, groups.ep)]
 
 
-def test_groups_are_of_the_ranks_that_belong_together(pool: MemberPool) -> None:
+def test_groups_have_the_ranks_of_their_dimension(pool: MemberPool) -> None:
     everyone = [0, 1, 2, 3]
     spread = pool.run(neighbours, True, tp=2, dp=2)
     assert spread == [
@@ -147,14 +145,14 @@ def test_groups_are_of_the_ranks_that_belong_together(pool: MemberPool) -> None:
 
 
 @pytest.mark.slow
-def test_data_parallel_ranks_without_spread_experts_are_strangers(pool: MemberPool) -> None:
+def test_data_parallel_ranks_without_spread_experts_share_no_group(pool: MemberPool) -> None:
     first, second = [[0, 1], [0], [0]], [[0, 1], [1], [1]]
     third, fourth = [[2, 3], [2], [2]], [[2, 3], [3], [3]]
     assert pool.run(neighbours, False, tp=2, dp=2) == [first, second, third, fourth]
 
 
 def threads_that_listen(member: Member) -> tuple[int, int]:
-    """Count the threads that listen in this process, before and while it is a member of three settled groups."""
+    """Count gloo's listening threads in this process, before it joins three groups and after."""
 
     def count() -> int:
         return sum(comm.read_text().startswith("gloo_tcp") for comm in Path("/proc/self/task").glob("*/comm"))
@@ -168,12 +166,12 @@ def threads_that_listen(member: Member) -> tuple[int, int]:
 
 
 def test_one_thread_listens_for_all_groups_of_a_member(pool: MemberPool) -> None:
-    """Each that there is wakes eighty times a second, in an idle engine, too."""
+    """Each such thread wakes up eighty times a second, even in an idle engine."""
     for before, meanwhile in pool.run(threads_that_listen, tp=2, dp=2):
         assert meanwhile == before + 1
 
 
-def test_a_member_whose_address_is_nobodys_says_so() -> None:
+def test_an_address_that_cannot_be_bound_is_named() -> None:
     member, rendezvous_client = Member(tensor_parallel_size=2, host="192.0.2.7"), cast(RendezvousClient, Strangers())
     with pytest.raises(CollectiveFailed, match=r"192\.0\.2\.7"):
         connect_groups(member, rendezvous_client, torch.device("cpu"))
@@ -186,7 +184,7 @@ class Strangers:
         return "192.0.2.7"
 
 
-def test_a_group_of_one_gives_back_what_it_is_given() -> None:
+def test_a_group_of_one_returns_its_inputs() -> None:
     x = torch.randn(3, 2)
     assert ALONE.all_reduce(x) is x
     for result in (ALONE.all_gather(x), ALONE.reduce_scatter(x), ALONE.all_to_all(x, [3], [3])):
@@ -224,7 +222,7 @@ def real_and_stub(member: Member) -> tuple[Any, Any]:
     return real, stub
 
 
-def test_stub_groups_give_results_of_the_same_shapes_and_wait_for_nobody(pool: MemberPool) -> None:
+def test_stub_groups_give_results_of_the_same_shapes_without_waiting(pool: MemberPool) -> None:
     for real, stub in pool.run(real_and_stub, tp=2):
         assert real == stub
 
@@ -240,14 +238,14 @@ class _Counting(Group):
         self.closed += 1
 
 
-def test_a_group_that_is_two_of_a_members_groups_is_closed_once() -> None:
+def test_a_group_with_two_roles_is_closed_once() -> None:
     group = _Counting()
     ParallelGroups(tp=group, ep=group).close()
     assert group.closed == 1
 
 
 class _HeldOpen:
-    """As a process group of NCCL's: its end waits for captured steps to go."""
+    """Like NCCL's process group, whose abort waits until captured graphs are destroyed."""
 
     def __init__(self) -> None:
         self.aborting, self.steps_are_gone = threading.Event(), threading.Event()
@@ -263,7 +261,7 @@ class _HeldOpen:
         assert self.steps_are_gone.wait(30)
 
 
-def test_whoever_closes_a_group_can_give_up_the_steps_that_hold_it_open(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_for_a_group_to_close_has_a_limit(caplog: pytest.LogCaptureFixture) -> None:
     tensors, integers = _HeldOpen(), _HeldOpen()
     integers.steps_are_gone.set()
     group = TorchGroup(tensors, integers)
@@ -272,7 +270,7 @@ def test_whoever_closes_a_group_can_give_up_the_steps_that_hold_it_open(caplog: 
     group.wait_closed(0.01)
     assert "has not ended" in caplog.text
     tensors.steps_are_gone.set()
-    group.close()  # once is enough
+    group.close()  # a second call does nothing
     caplog.clear()
     group.wait_closed(10)
     assert not caplog.text

@@ -1,4 +1,4 @@
-"""Wakes reach every other rank, over Unix sockets and over TCP; a rank that goes without a word ends the groups."""
+"""Wakes reach every other rank, over Unix sockets and TCP. A rank that ends unexpectedly closes the others' groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER = ClusterKey.generate()
 
 
 class End:
-    """One rank's waves, and what it heard."""
+    """One rank's `DPWake`, and the waves that it received."""
 
     def __init__(self, rank: int, rendezvous: str, member: dict[str, Any]) -> None:
         self.group = Closing()
@@ -46,7 +46,7 @@ class End:
 
 @contextmanager
 def ends(dp: int, *, tp: int = 1, apart: bool = False, **member: Any) -> Iterator[list[End]]:
-    """Yield the ends of the ranks that schedule. `apart`: on different machines, as far as they can tell."""
+    """Yield the ends of the data-parallel ranks. With `apart`, their addresses are those of different machines."""
     rendezvous = Rendezvous()
     sizes = {"data_parallel_size": dp, "tensor_parallel_size": tp}
     found = [
@@ -70,24 +70,24 @@ def test_a_wake_reaches_every_other_rank_in_order(apart: bool, member: dict[str,
         assert first.heard.get(timeout=SOON_S) == 7
         assert [second.heard.get(timeout=SOON_S) for _ in range(3)] == [0, 1, 2**40]
         heard = [third.heard.get(timeout=SOON_S) for _ in range(4)]
-        heard.remove(7)  # of another rank, so at any place
+        heard.remove(7)  # this one is from another rank, so it may come at any time
         assert heard == [0, 1, 2**40]
 
 
-def test_a_rank_that_ends_as_it_should_is_no_loss_and_leaves_nothing_behind(
+def test_an_orderly_end_of_a_rank_is_no_failure_and_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with ends(2) as (first, second):
         second.waves.close()
         assert not first.group.closed.wait(1.5)
-    first.waves.close()  # once more
+    first.waves.close()  # a second call does nothing
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_rank_that_goes_without_a_word_ends_the_groups_of_the_others(apart: bool) -> None:
+def test_a_rank_that_ends_unexpectedly_closes_the_groups_of_the_others(apart: bool) -> None:
     with ends(2, apart=apart) as (first, second):
         second.waves.close(orderly=False)
         assert first.group.closed.wait(SOON_S)
@@ -96,7 +96,7 @@ def test_a_rank_that_goes_without_a_word_ends_the_groups_of_the_others(apart: bo
 
 
 class Device:
-    """A runner whose step comes back when the groups are closed, with what nobody has finished."""
+    """A runner whose steps return when groups are closed, like collectives that are aborted."""
 
     def __init__(self, closed: threading.Event) -> None:
         self.closed = closed
@@ -128,8 +128,8 @@ def test_a_step_that_another_rank_did_not_finish_gives_no_result() -> None:
             step.result()
 
 
-def test_a_rank_whose_start_fails_has_not_ended_as_it_should() -> None:
-    """The others may wait for it in a collective."""
+def test_a_rank_whose_start_fails_closes_the_groups_of_the_others() -> None:
+    """It must not count as an orderly end, as the others may wait for it in a collective."""
     with ends(2) as (first, second):
         rank_group = RankGroup(Member(), timeout_s=SOON_S)
         rank_group.dp_wake = second.waves
@@ -138,7 +138,7 @@ def test_a_rank_whose_start_fails_has_not_ended_as_it_should() -> None:
         assert first.group.closed.wait(SOON_S)
 
 
-def test_what_is_no_wave_is_dropped() -> None:
+def test_invalid_waves_are_dropped() -> None:
     rendezvous = Rendezvous()
     receiving, group = End(0, rendezvous.address, {"data_parallel_size": 2}), Closing()
     rendezvous_client = RendezvousClient(rendezvous.address, 1, timeout_s=SOON_S)
@@ -153,7 +153,7 @@ def test_what_is_no_wave_is_dropped() -> None:
     mesh.close(orderly=True)
 
 
-def test_a_rank_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_without_one_of_the_ranks_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rendezvous = Rendezvous()
     end = End(0, rendezvous.address, {"data_parallel_size": 2})
@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_with_different_keys_do_not_find_each_other() -> None:
+def test_ranks_with_different_keys_do_not_connect() -> None:
     rendezvous = Rendezvous()
     keys = (KEY, OTHER)
     found = [

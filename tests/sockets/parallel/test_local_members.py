@@ -1,4 +1,4 @@
-"""`LLM(tensor_parallel_size=2)`: the other process is started, works, and is gone afterwards, whatever happens."""
+"""`LLM(tensor_parallel_size=2)` starts another process, which works, and ends in every case."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def until_it_fails(llm: LLM) -> None:
 
 
 def once_there(act: Callable[[int], None]) -> threading.Thread:
-    """Does something to the other member as soon as it is there."""
+    """Call `act` with the process id of the other member as soon as it exists."""
 
     def wait() -> None:
         deadline = time.monotonic() + SOON_S
@@ -73,7 +73,7 @@ def once_there(act: Callable[[int], None]) -> threading.Thread:
     return thread
 
 
-def test_two_processes_say_what_one_says_beside_another_engine_and_one_of_them_ends_with_the_block(
+def test_two_ranks_answer_as_one_beside_another_engine_and_end_with_the_context_manager(
     make: Callable[..., LLM],
 ) -> None:
     with make(tensor_parallel_size=1) as alone:
@@ -84,7 +84,7 @@ def test_two_processes_say_what_one_says_beside_another_engine_and_one_of_them_e
             assert tokens(first) == expected
             others = tokens(second)
             assert others != expected
-            assert (tokens(first), tokens(second)) == (expected, others)  # after they were idle
+            assert (tokens(first), tokens(second)) == (expected, others)  # both have been idle in between
         assert len(members()) == 1
         assert tokens(first) == expected
     assert members() == []
@@ -108,7 +108,7 @@ def test_a_script_without_a_main_guard_works_and_ends(folder: Path) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
 
 
-def test_ctrl_c_while_torch_imports_numpy_is_heard(folder: Path) -> None:
+def test_ctrl_c_while_torch_imports_numpy_is_raised(folder: Path) -> None:
     script = (
         "import sys\n"
         "from baton.engine import LLM\n"
@@ -164,7 +164,7 @@ def test_a_member_that_hangs_is_given_up_after_the_timeout(make: Callable[..., L
     with pytest.raises(EngineFailed, match="failed while it waited for the other ranks"):
         tokens(llm)
     assert time.monotonic() - begun < SOON_S
-    llm.close()  # it does not listen, so it is killed
+    llm.close()  # the member does not respond, so it is killed
 
 
 def test_members_of_a_process_that_is_killed_end_by_themselves(folder: Path) -> None:
@@ -200,11 +200,11 @@ def test_a_start_that_is_interrupted_between_two_members_ends_the_first(
         make(data_parallel_size=2)
     assert members() == []
     assert list(tmp_path.iterdir()) == []
-    del caught  # until here it keeps what the start had made
+    del caught  # until here the traceback keeps the objects of the start
 
 
 @pytest.mark.slow
-def test_what_every_member_would_refuse_is_raised_as_it_is(folder: Path, tmp_path: Path, make: Any) -> None:
+def test_errors_of_all_members_are_raised_unchanged(folder: Path, tmp_path: Path, make: Any) -> None:
     with pytest.raises(InvalidEngineConfig, match="does not divide the model's num_attention_heads"):
         make(tensor_parallel_size=3)
     with pytest.raises(InvalidEngineConfig, match=r"num_gpu_blocks_override: 5 blocks hold 80 tokens"):

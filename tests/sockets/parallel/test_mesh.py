@@ -1,4 +1,4 @@
-"""Mesh between ranks carry what ranks say, whoever else comes to their ports, over IPv4 and IPv6."""
+"""A mesh delivers the messages of ranks, undisturbed by foreign peers at its ports, over IPv4 and IPv6."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BEFORE_OR_AFTER = pytest.mark.parametrize("when", ["before", "after"])
 
 
 class Ends:
-    """The links of some ranks on different machines, as far as they can tell."""
+    """The meshes of some ranks, with addresses of different machines."""
 
     def __init__(self, found: list[Mesh], groups: list[Closing]) -> None:
         self.links, self.groups = found, groups
@@ -45,7 +45,7 @@ class Ends:
         return [split_endpoint(end.address.removeprefix("tcp://")) for end in self.links]
 
     def talk(self) -> None:
-        """Everything that each says comes to all others, and nothing else."""
+        """Check that messages of each rank reach all others, and nothing else does."""
         for rank, end in enumerate(self.links):
             for number in range(3):
                 end.send(f"{rank}.{number}".encode())
@@ -84,14 +84,14 @@ def ends(size: int = 2, hosts: list[str] | None = None, **member: Any) -> Iterat
 @SECURITY
 @BEFORE_OR_AFTER
 @pytest.mark.parametrize("stays", [False, True], ids=["goes", "stays"])
-def test_what_strangers_say_to_a_port_is_not_heard_and_ends_nothing(
+def test_data_from_foreign_peers_is_ignored_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, member: dict[str, Any], when: str, stays: bool
 ) -> None:
     foreign_peers: list[socket.socket] = []
 
     def poke(where: tuple[str, int]) -> None:
         foreign_peers.extend(said := [say(where, what) for what in GARBAGE.values()])
-        time.sleep(0.3)  # to be read
+        time.sleep(0.3)  # time for the data to be read
         for stranger in () if stays else said:
             stranger.close()
 
@@ -109,9 +109,9 @@ def test_what_strangers_say_to_a_port_is_not_heard_and_ends_nothing(
             found.talk()
             for stranger in foreign_peers:
                 stranger.close()
-            time.sleep(0.5)  # for these ends to be noticed
+            time.sleep(0.5)  # time for the closed connections to be noticed
         found.talk()
-        found.links[1].close(orderly=False)  # a member that goes is still missed
+        found.links[1].close(orderly=False)  # the end of a member is still noticed
         assert found.groups[0].closed.wait(SOON_S)
         with pytest.raises(GroupFailed, match="rank 1 has gone"):
             found.links[0].send(b"")
@@ -119,7 +119,7 @@ def test_what_strangers_say_to_a_port_is_not_heard_and_ends_nothing(
         stranger.close()
 
 
-def test_strangers_at_the_port_of_a_rank_are_mentioned_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_messages_at_a_port_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with ends(3) as found:
         stranger = zmq.Context.instance().socket(zmq.PUSH)
         stranger.connect(found.links[0].address)
@@ -139,7 +139,7 @@ def test_a_group_with_another_key_is_refused_at_once() -> None:
         rendezvous_client = RendezvousClient(rendezvous.address, rank, timeout_s=SOON_S)
         rendezvous_client.put(f"here/{rank}", host := f"127.0.0.{1 + rank}")
         own = Member(rank=rank, host=host, secure_server=key.secure_server, secure_client=key.secure_client)
-        return Mesh("talk", own, rendezvous_client, ParallelGroups(), [1 - rank])  # patience: that of a start
+        return Mesh("talk", own, rendezvous_client, ParallelGroups(), [1 - rank])  # the timeout is that of a start
 
     works = [functools.partial(make, rank, key) for rank, key in enumerate((KEY, other))]
     with pytest.raises(GroupFailed, match="all need the same cluster key"):
@@ -147,10 +147,10 @@ def test_a_group_with_another_key_is_refused_at_once() -> None:
 
 
 @SECURITY
-def test_a_rank_whose_greeting_is_never_answered_says_so(
+def test_a_rank_whose_hello_is_never_answered_fails_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, member: dict[str, Any]
 ) -> None:
-    """The link is lost behind its hello: who was greeted may count it as there."""
+    """The connection breaks after the rank's hello, so the other rank may count it as connected."""
     monkeypatch.setattr("baton.engine.parallel.mesh._CONNECT_MS", 1_000)
     with ExitStack() as proxies:
 
@@ -165,7 +165,7 @@ def test_a_rank_whose_greeting_is_never_answered_says_so(
 
 
 class OneWay(SilentProxy):
-    """Carries on what is said, and no answer back."""
+    """A proxy that forwards data in one direction only."""
 
     async def _pump(self, source: Any, sink: Any) -> None:
         if any(sink is near for near, _ in self._mesh):
@@ -178,23 +178,23 @@ class OneWay(SilentProxy):
 @needs_ipv6
 @SECURITY
 def test_ranks_at_ipv6_addresses_are_linked(monkeypatch: pytest.MonkeyPatch, member: dict[str, Any]) -> None:
-    monkeypatch.setattr("baton.engine.parallel.mesh._MAX_UNIX_PATH", 0)  # one machine has only one loopback
+    monkeypatch.setattr("baton.engine.parallel.mesh._MAX_UNIX_PATH", 0)  # forces TCP between equal addresses
     with ends(hosts=["::1", "::1"], **member) as found:
         assert [host for host, _ in found.ports()] == ["::1", "::1"]
         found.talk()
 
 
 @pytest.mark.parametrize("error", [GroupFailed("its device is gone"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
-def test_a_rank_that_fails_while_others_connect_is_what_all_are_told(
+def test_all_ranks_get_the_error_of_one_that_fails_while_others_connect(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """Not that it has gone, or does not answer: who finds that may be the first to write."""
+    """The reason must not be that the rank has gone or does not answer, although others may report that first."""
     place = Rendezvous()
 
     def fail_late(end: zmq.Socket[bytes], address: str, own: Member) -> None:
         connect(end, address, own)
         if own.rank == 1:
-            time.sleep(0.5)  # rank 0 has connected to it
+            time.sleep(0.5)  # time for rank 0 to connect
             raise error
 
     def join(rank: int) -> None:
@@ -211,7 +211,7 @@ def test_a_rank_that_fails_while_others_connect_is_what_all_are_told(
     assert str(first()) == f"rank 1 failed: {str(error) or repr(error)}"
 
 
-def test_a_rank_that_cannot_listen_at_its_address_says_so() -> None:
+def test_an_address_where_a_rank_cannot_listen_is_named() -> None:
     rendezvous = Rendezvous()
     rendezvous_client = RendezvousClient(rendezvous.address, 0, timeout_s=SOON_S)
     rendezvous_client.put("here/1", "127.0.0.1")

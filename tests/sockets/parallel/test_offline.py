@@ -1,4 +1,4 @@
-"""`LLM(data_parallel_size=2)`: requests are spread over the ranks, and answered as by one."""
+"""`LLM(data_parallel_size=2)` spreads requests over ranks, and answers as one rank does."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def expected(folder: Path) -> list[list[list[int]]]:
         pytest.param(2, {**EXPERTS, **REVIEWS}, id="pairs that move experts", marks=pytest.mark.exhaustive),
     ],
 )
-def test_ranks_answer_as_one_engine_again_and_again(
+def test_ranks_answer_as_one_engine_repeatedly(
     tp: int, changes: dict[str, Any], make: Callable[..., LLM], expected: list[list[list[int]]]
 ) -> None:
     with make(tensor_parallel_size=tp, data_parallel_size=2, **changes) as llm:
@@ -84,7 +84,7 @@ def test_ranks_answer_as_one_engine_again_and_again(
         assert review is None or (review.num_moves > 0) == ("enable_eplb" in changes)
 
 
-def test_ranks_without_requests_cost_nothing_and_nobody_waits_for_them(
+def test_ranks_without_requests_use_hardly_any_cpu_time_and_are_not_waited_for(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make(data_parallel_size=2, **EXPERTS) as llm:
@@ -99,10 +99,10 @@ def test_ranks_without_requests_cost_nothing_and_nobody_waits_for_them(
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_leaves_no_files(
+def test_no_temporary_files_remain_once_all_ranks_are_connected(
     make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are none of any rank once all are connected."""
+    """Files of the start are deleted once all ranks are connected, so a killed process cannot leave any."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     with make(tensor_parallel_size=2, data_parallel_size=2, **EXPERTS):
@@ -114,7 +114,7 @@ def test_a_process_that_is_killed_leaves_no_files(
     "changes", [pytest.param({}, id="apart", marks=pytest.mark.slow), pytest.param(EXPERTS, id="together")]
 )
 @pytest.mark.parametrize("busy", [True, False], ids=["in a step", "between requests"])
-def test_a_rank_that_dies_ends_all_soon(busy: bool, changes: dict[str, Any], make: Callable[..., LLM]) -> None:
+def test_a_rank_that_dies_ends_the_engine_soon(busy: bool, changes: dict[str, Any], make: Callable[..., LLM]) -> None:
     llm = make(data_parallel_size=2, **changes)
     tokens(llm)
     (victim,) = members()

@@ -1,4 +1,4 @@
-"""Plans reach the ranks that follow as they are, in order; when one end goes, the other one ends."""
+"""Plans reach the followers unchanged and in order. If one end is lost, the other one ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PLANS = [
 
 
 class Recorder:
-    """A runner that notes what it is told, and how many of its steps nobody has waited for."""
+    """A runner that records plans, and how many of its steps have no result yet."""
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
@@ -67,7 +67,7 @@ class Recorder:
 def ends(
     ranks: int = 2, follower: dict[str, Any] | None = None, **both: Any
 ) -> Iterator[tuple[PlanSender, list[PlanReceiver], list[Closing]]]:
-    """The sender of rank 0, the receivers of the others, and the groups of all. `follower`: what sets those apart."""
+    """Yield rank 0's sender, the others' receivers, and all groups. `follower` has arguments of followers only."""
     rendezvous = Rendezvous()
     common = {"tensor_parallel_size": ranks, "rendezvous": rendezvous.address, "start_timeout_s": 30.0, **both}
     members = [Member(**{**common, "rank": rank, **(follower or {} if rank else {})}) for rank in range(ranks)]
@@ -107,10 +107,10 @@ def test_a_follower_launches_no_more_than_its_depth_ahead(depth: int) -> None:
         runner = Recorder()
         follow_plans(runner, receiver, depth=depth)
         assert len(runner.plans) == 10
-        assert runner.most_open == depth + 1  # the newest, beside those that it may be ahead
+        assert runner.most_open == depth + 1  # the newest step, and `depth` before it
 
 
-def test_a_leader_that_ends_well_closes_nobodys_groups_under_them() -> None:
+def test_an_orderly_end_of_the_leader_closes_no_groups() -> None:
     with ends() as (sender, (receiver,), (_, group)):
         sender.send(PLANS[0])
         sender.close()
@@ -119,7 +119,7 @@ def test_a_leader_that_ends_well_closes_nobodys_groups_under_them() -> None:
         assert not group.closed.wait(1.5)
 
 
-def test_a_leader_that_goes_without_a_word_ends_its_followers_and_their_collectives() -> None:
+def test_a_leader_that_ends_unexpectedly_ends_its_followers_and_their_collectives() -> None:
     with ends() as (sender, (receiver,), (_, group)):
         sender.close(orderly=False)
         with pytest.raises(GroupFailed, match="rank 0 has gone"):
@@ -127,7 +127,7 @@ def test_a_leader_that_goes_without_a_word_ends_its_followers_and_their_collecti
         assert group.closed.wait(20)
 
 
-def test_a_follower_that_goes_ends_its_leaders_collectives_and_steps() -> None:
+def test_a_follower_that_ends_makes_its_leaders_collectives_and_steps_fail() -> None:
     with ends(3) as (sender, receivers, (group, *_)):
         leading = LeadingRunner(Recorder(), sender)
         step = leading.launch(PLANS[0])
@@ -139,17 +139,17 @@ def test_a_follower_that_goes_ends_its_leaders_collectives_and_steps() -> None:
             leading.launch(PLANS[1])
 
 
-def test_what_is_no_plan_is_told_by_name() -> None:
+def test_a_message_that_is_no_plan_is_reported_with_its_rank() -> None:
     with ends() as (sender, (receiver,), _):
         sender.send("nonsense")  # type: ignore[arg-type]
         with pytest.raises(GroupFailed, match="rank 0 sent a plan that cannot be read"):
             receiver.receive()
 
 
-FAR = {"host": "127.0.0.2"}  # another machine
+FAR = {"host": "127.0.0.2"}  # an address of another machine
 
 
-def test_plans_cross_machines_under_the_clusters_key() -> None:
+def test_plans_are_sent_between_machines_with_the_cluster_key() -> None:
     key = ClusterKey.generate()
     sides = {"secure_server": key.secure_server, "secure_client": key.secure_client}
     with ends(follower=FAR, **sides) as (sender, (receiver,), _):
@@ -157,9 +157,9 @@ def test_plans_cross_machines_under_the_clusters_key() -> None:
         assert receiver.receive() == PLANS[0]
 
 
-def test_nothing_comes_behind_the_gap_where_a_connection_has_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_plan_is_delivered_after_a_connection_has_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as proxies:
-        found: dict[int, SilentProxy] = {}  # by who connects
+        found: dict[int, SilentProxy] = {}  # by the rank that connects
 
         def connect_by_way(socket: Any, address: str, member: Member) -> None:
             found[member.rank] = proxies.enter_context(SilentProxy(address))
@@ -178,7 +178,7 @@ def test_nothing_comes_behind_the_gap_where_a_connection_has_broken(monkeypatch:
                 receiver.receive()
 
 
-def test_a_follower_without_the_clusters_key_gets_none() -> None:
+def test_a_follower_without_the_cluster_key_does_not_connect() -> None:
     key = ClusterKey.generate()
     stranger = {**FAR, "secure_client": None}
     sides = {"secure_server": key.secure_server, "start_timeout_s": 1.0}
@@ -187,7 +187,7 @@ def test_a_follower_without_the_clusters_key_gets_none() -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "ipc:///nowhere/baton"])
-def test_a_follower_that_finds_nobody_at_the_address_says_where_and_waits_no_longer(address: str) -> None:
+def test_a_follower_fails_at_once_if_no_member_answers_at_the_address(address: str) -> None:
     rendezvous = Rendezvous()
     member = Member(rank=1, tensor_parallel_size=2, rendezvous=rendezvous.address, start_timeout_s=600.0)
     rendezvous_client = RendezvousClient(member.rendezvous, member.rank, timeout_s=30)
@@ -197,7 +197,7 @@ def test_a_follower_that_finds_nobody_at_the_address_says_where_and_waits_no_lon
         PlanReceiver(member, rendezvous_client, ParallelGroups(Closing()))
 
 
-def test_a_follower_that_does_not_come_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_without_one_of_the_followers_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     rendezvous = Rendezvous()
     member = Member(tensor_parallel_size=3, rendezvous=rendezvous.address)
@@ -209,10 +209,10 @@ def test_a_follower_that_does_not_come_leaves_nothing_behind(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_unix_socket_is_for_its_user_only_and_its_path_is_gone_once_all_are_connected(
+def test_unix_sockets_are_for_their_user_only_and_their_paths_are_deleted_once_connected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is killed then leaves nothing behind."""
+    """A process that is killed afterwards leaves no files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     modes: list[int] = []
 
@@ -222,13 +222,13 @@ def test_a_unix_socket_is_for_its_user_only_and_its_path_is_gone_once_all_are_co
 
     monkeypatch.setattr(mesh, "connect", connect_and_look)
     with ends(3) as (sender, receivers, _):
-        assert modes == [0o700] * 4  # each way between the leader and a follower
+        assert modes == [0o700] * 4  # one per direction between the leader and each follower
         assert list(tmp_path.iterdir()) == []
         sender.send(PLANS[0])
         assert [receiver.receive() for receiver in receivers] == [PLANS[0]] * 2
 
 
-def test_a_start_that_is_interrupted_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_start_leaves_no_files_and_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     contexts: list[zmq.Context[Any]] = []
 

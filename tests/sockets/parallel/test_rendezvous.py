@@ -1,4 +1,4 @@
-"""Members meet, whoever else comes; where the place or another member is lost, they say so instead of waiting."""
+"""Members meet, undisturbed by foreign peers. If the rendezvous or a member is lost, others fail instead of waiting."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ SECURE = {"secure_server": KEY.secure_server, "secure_client": KEY.secure_client
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left_behind() -> Iterator[None]:
-    """A thread whose answer nobody waits for any more ends with its connection; torch's complaint is this test's."""
+    """Wait for abandoned threads, which end with their connections, so that torch's warnings belong to this test."""
     yield
     if waiting := [thread for thread in threading.enumerate() if thread.name == "baton-rendezvous"]:
-        gc.collect()  # places, whose connections end with them
+        gc.collect()  # collects rendezvous objects, which closes their connections
     for thread in waiting:
         thread.join(SOON_S)
         assert not thread.is_alive()
@@ -43,7 +43,7 @@ def _no_thread_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentProxy]:
-    """The way to a rendezvous, over which an answer is waited for a second."""
+    """A proxy to a rendezvous, with a limit of one second for answers."""
     monkeypatch.setattr(rendezvous, "ANSWER_S", 1.0)
     place = Rendezvous()
     with SilentProxy(place.address) as proxy:
@@ -55,7 +55,7 @@ def meeting_by(link: SilentProxy, rank: int = 0) -> RendezvousClient:
 
 
 @pytest.mark.slow
-def test_a_rendezvous_that_takes_a_hello_and_never_answers_is_an_error(link: SilentProxy) -> None:
+def test_a_rendezvous_that_never_answers_a_hello_is_an_error(link: SilentProxy) -> None:
     link.silence()
     with pytest.raises(GroupFailed, match=r"rank 0 finds no rendezvous at 127\.0\.0\.1:\d+: "):
         meeting_by(link)
@@ -78,8 +78,8 @@ def test_a_member_whose_link_is_lost_does_not_wait_for_the_answer(link: SilentPr
 
 
 @pytest.mark.slow
-def test_a_member_whose_link_is_lost_among_torchs_questions_gives_up(link: SilentProxy) -> None:
-    """Its fellow is there and would be waited for as long as a start may take."""
+def test_a_member_that_loses_the_rendezvous_while_torch_connects_gives_up(link: SilentProxy) -> None:
+    """The other member has joined, so the wait could last as long as a start may take."""
     fellow = meeting_by(link, 1)
     fellow.put("here/1", "127.0.0.1")
     threading.Timer(0.5, link.silence).start()
@@ -97,18 +97,18 @@ def test_a_member_that_fails_while_others_connect_to_it_ends_their_waiting() -> 
 
 
 @pytest.mark.parametrize("address", ["", "here", "::1:29500", "[::1]", ":80", "host:port"])
-def test_an_address_that_is_none_is_told(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(GroupFailed, match="is not host:port"):
         RendezvousClient(address, 0, timeout_s=1.0)
 
 
-def test_a_rendezvous_that_is_not_there_is_told() -> None:
+def test_a_missing_rendezvous_is_named() -> None:
     with pytest.raises(GroupFailed, match=r"rank 3 finds no rendezvous at 127\.0\.0\.1:1: "):
         RendezvousClient("127.0.0.1:1", 3, timeout_s=1.0)
 
 
 class Pair:
-    """Two tensor-parallel ranks, in threads, and everything by which they are tied."""
+    """Two tensor-parallel ranks in threads, with all their connections."""
 
     def __init__(self, host: str) -> None:
         before = ports_of_this_process()
@@ -120,7 +120,7 @@ class Pair:
         self.ports = ports_of_this_process() - before
 
     def step(self, late_s: float = 0.0) -> None:
-        """A plan goes out, and both ranks add up; the second comes late."""
+        """Send a plan, and run an all-reduce on both ranks, with the second one late."""
         leader, follower = self.ends
         assert leader.sender is not None
         assert follower.receiver is not None
@@ -142,24 +142,22 @@ class Pair:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-def test_no_port_of_a_group_minds_what_strangers_say_between_steps_or_in_one(
-    monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
-    monkeypatch.setattr("baton.engine.parallel.mesh._MAX_UNIX_PATH", 0)  # as between machines
+def test_foreign_data_at_any_port_of_a_group_disturbs_no_step(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr("baton.engine.parallel.mesh._MAX_UNIX_PATH", 0)  # forces TCP, as between machines
     pair = Pair(host)
     pair.step()
-    assert len(pair.ports) == 5  # the rendezvous, and of each rank one of gloo's and one for links
+    assert len(pair.ports) == 5  # one of the rendezvous, and one each of gloo and the meshes per rank
     foreign_peers = [say(port, what) for port in pair.ports for what in GARBAGE.values()]
     pair.step(late_s=1.0)
     pair.step()
     for stranger in foreign_peers:
         stranger.close()
-    time.sleep(0.5)  # for that to be noticed
+    time.sleep(0.5)  # time for the closed connections to be noticed
     pair.step()
     pair.close()
 
 
-def test_strangers_at_a_rendezvous_keep_no_member_from_it() -> None:
+def test_foreign_data_at_a_rendezvous_disturbs_no_member() -> None:
     place = Rendezvous()
     port = int(place.address.rpartition(":")[2])
     foreign_peers = [say(("127.0.0.1", port), what) for what in GARBAGE.values()]

@@ -1,4 +1,4 @@
-"""Collectives over the memory of peers, as a group sees them. The kernels are tested in tests/kernels/test_p2p.py."""
+"""Collectives over peer memory as part of a group. tests/sockets/kernels/test_p2p.py tests the kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLLECTIVES = [Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER]
 
 
 class Recorder(Group):
-    """Notes what it is asked for."""
+    """A group that records its calls."""
 
     rank, size = 1, 2
 
@@ -62,7 +62,9 @@ def group(recorder: Recorder) -> SymmetricGroup:
     return SymmetricGroup(recorder, PeerMemory(1, [0, 0], CPU, room_bytes=1 << 16))
 
 
-def test_what_peers_memory_does_not_serve_goes_the_groups_own_way(group: SymmetricGroup, recorder: Recorder) -> None:
+def test_inputs_that_peer_memory_does_not_support_use_the_underlying_group(
+    group: SymmetricGroup, recorder: Recorder
+) -> None:
     x = torch.ones(4)
     assert group.all_reduce(x) is group.all_gather(x) is group.reduce_scatter(x) is group.all_to_all(x, [1, 3], [2, 2])
     assert group.agree([3]) == [3]
@@ -71,7 +73,7 @@ def test_what_peers_memory_does_not_serve_goes_the_groups_own_way(group: Symmetr
 
 
 @pytest.mark.parametrize("op", COLLECTIVES)
-def test_what_it_serves_does_not(
+def test_inputs_that_peer_memory_supports_do_not_use_the_underlying_group(
     group: SymmetricGroup, recorder: Recorder, op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supports = lambda asked, x, memory: asked is op and memory is group.memory  # noqa: E731
@@ -83,13 +85,13 @@ def test_what_it_serves_does_not(
     assert recorder.calls == [each.value for each in COLLECTIVES if each is not op]
 
 
-def test_a_group_that_closes_ends_kernels_that_wait_before_it_leaves(group: SymmetricGroup, recorder: Recorder) -> None:
+def test_closing_a_group_ends_kernels_that_wait(group: SymmetricGroup, recorder: Recorder) -> None:
     group.close()
     assert group.memory.ended.item() == 1
     assert recorder.calls == ["close"]
 
 
-def test_its_stub_launches_the_same_kernels_and_waits_for_nobody(group: SymmetricGroup, recorder: Recorder) -> None:
+def test_a_stub_launches_the_same_kernels_without_waiting(group: SymmetricGroup, recorder: Recorder) -> None:
     stub = ParallelGroups(tp=group).stubs()[0].tp
     assert isinstance(stub, SymmetricGroup)
     assert (stub.rank, stub.size, stub.memory.ended.item()) == (0, 2, 1)
@@ -98,7 +100,7 @@ def test_its_stub_launches_the_same_kernels_and_waits_for_nobody(group: Symmetri
 
 
 def share_over_rendezvous(member: Member) -> Any:
-    """Return what each member reads in two exchanges, and whether it has its group back without peer memory."""
+    """Return each member's answers of two exchanges, and whether it gets its group back without peer memory."""
     told: list[list[str]] = []
 
     def share(rank: int, size: int, device: torch.device, exchange: Any) -> PeerMemory:
@@ -113,14 +115,14 @@ def share_over_rendezvous(member: Member) -> Any:
 
 
 @pytest.mark.slow
-def test_members_exchange_what_they_need_and_agree_to_do_without(pool: MemberPool) -> None:
+def test_members_exchange_strings_and_all_do_without_peer_memory_if_it_fails(pool: MemberPool) -> None:
     for told, is_same in pool.run(share_over_rendezvous, tp=2):
         assert told == [["first of 0", "first of 1"], ["second of 0", "second of 1"]]
         assert is_same
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_the_first_rank_says_that_it_takes_longer(
+def test_only_the_first_rank_logs_why_there_is_no_peer_memory(
     rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def share(*args: Any) -> PeerMemory:
@@ -136,7 +138,7 @@ def test_only_the_first_rank_says_that_it_takes_longer(
 
 
 class Here:
-    """A rendezvous where everybody is."""
+    """A fake rendezvous where all members are on this host."""
 
     def put(self, name: str, value: str) -> None:
         pass
@@ -156,7 +158,7 @@ class Here:
     ],
 )
 @pytest.mark.parametrize(("device", "wanted"), [("cuda", True), ("cuda", False), ("cpu", True)])
-def test_groups_of_gpus_that_sum_or_gather_take_their_members_memory(
+def test_groups_of_gpus_that_sum_or_gather_use_peer_memory(
     tp: int, dp: int, spread: bool, names: list[str], device: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str] = []

@@ -1,4 +1,4 @@
-"""A kernel that takes an argument of every kind that a launch may give, for tests of what is compiled ahead."""
+"""A kernel with one argument of every kind that a launch can pass, for tests of ahead-of-time compilation."""
 
 from __future__ import annotations
 

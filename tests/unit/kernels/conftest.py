@@ -17,7 +17,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture
 def poisoned_outputs() -> Iterator[None]:
-    """Every tensor that is allocated without a value holds NaN, so that what an op forgets to write shows."""
+    """Fill every uninitialized tensor with NaN, so that values that an op fails to write are noticed."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield

@@ -30,7 +30,7 @@ class ConvStep:
         return out, state
 
     def check(self, op: Callable[..., Tensor], **options: object) -> None:
-        """As accurate as the definition in the same precision, and the same states to the last bit."""
+        """Check that outputs are as accurate as the reference in the same precision, and states equal bit for bit."""
         out, state = self.run(op, **options)
         same, same_state = self.run(reference.causal_conv)
         bias = None if self.bias is None else self.bias.double()
@@ -49,7 +49,7 @@ def conv_step(
     with_bias: bool = True,
     **case: Any,
 ) -> ConvStep:
-    """Draw a step; what is not named here goes to its `StateCase`."""
+    """Draw a step; other keyword arguments are passed on to `StateCase`."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(query_lens)
     state, batch = StateCase(query_lens, **case).draw((channels, width - 1), generator, device, dtype)

@@ -30,7 +30,7 @@ def drafted(
     padding: tuple[int, int] = (0, 0),
     **shape: object,
 ) -> PagedSequences:
-    """Sequences with up to `most` queries each, as a captured step has them: with `padding` sequences and tokens."""
+    """Return sequences with up to `most` queries each, with `padding` sequences and tokens, as in a captured step."""
     sequences = paged_sequences(query_lens, seq_lens, **shape)  # type: ignore[arg-type]
     batch = sequences.batch
     more_seqs, more_tokens = padding
@@ -58,7 +58,7 @@ def on_device(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
 def queries(
     sequences: PagedSequences, num_heads: int, dtype: torch.dtype | None = None, head_dim: int | None = None
 ) -> Tensor:
-    """`head_dim`: where it is not the width of the cache."""
+    """Return random queries. `head_dim` is needed only if it differs from the width of the cache."""
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(sequences.batch.num_tokens, num_heads, head_dim or sequences.kv.shape[-1], generator=generator)
     return q.to(sequences.kv.device, dtype or sequences.kv.dtype)

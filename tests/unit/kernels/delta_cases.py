@@ -39,7 +39,7 @@ class DeltaStep:
     norm_eps: float | None = 1e-6
 
     def run(self, op: Callable[..., Tensor], **options: object) -> tuple[Tensor, Tensor]:
-        """Return what an op gives, and the states that it leaves."""
+        """Return an op's output and the states after it."""
         state = self.state.clone()
         out = op(self.q, self.k, self.v, self.gate, state, self.batch, scale=SCALE, norm_eps=self.norm_eps, **options)
         return out, state
@@ -55,14 +55,14 @@ class DeltaStep:
         return written_slots(self.batch)
 
     def check(self, op: Callable[..., Tensor], slack: float = 4.0, **options: object) -> None:
-        """As accurate as inputs in this precision allow, and no slot touched that is not written."""
+        """Check that results are as accurate as this precision allows, and that only the target slots change."""
         slack *= tf32x3_slack(self.q)
         out, state = self.run(op, **options)
         exact, exact_state = self.converted(torch.float64).run(reference.gated_delta)
         same, same_state = self.run(reference.gated_delta)
         assert_as_accurate(out, exact, same, slack, terms=4.0)
         slots = self.written
-        terms = torch.finfo(self.q.dtype).eps / torch.finfo(torch.float32).eps * 100  # of decays, which add up
+        terms = torch.finfo(self.q.dtype).eps / torch.finfo(torch.float32).eps * 100  # the errors of decays add up
         assert_as_accurate(state[slots], exact_state[slots], same_state[slots], slack, terms=terms)
         assert_others_untouched(state, self.state, self.batch)
 
@@ -81,7 +81,7 @@ def delta_step(
     seed: int = 0,
     **case: Any,
 ) -> DeltaStep:
-    """Draw a step; what is not named here goes to its `StateCase`."""
+    """Draw a step; other keyword arguments are passed on to `StateCase`."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:

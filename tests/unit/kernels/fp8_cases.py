@@ -11,13 +11,13 @@ LARGEST = 448.0
 
 
 def random_weight(rows: int, depth: int, *, in_blocks: bool, device: torch.device | str = "cpu") -> Fp8Weight:
-    """Rows and blocks of different sizes, so that a wrong scale is seen."""
+    """Return a weight whose rows and blocks differ in magnitude, so that a wrong scale is noticed."""
     sizes = torch.rand(rows, 1, device=device) + 0.1
     return quantize_weight(torch.randn(rows, depth, device=device) * sizes, in_blocks=in_blocks)
 
 
 def exact_input(num_tokens: int, depth: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """x [T, K] that 8 bits hold without rounding: E4M3 values, the largest too, times a power of two each group.
+    """Return x [T, K] that FP8 holds without rounding: E4M3 values, the largest too, times a power of two per group.
 
     Triton's interpreter rounds to E4M3 wrongly where a mantissa carries over, so values must need no rounding there.
     """

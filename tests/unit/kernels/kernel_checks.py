@@ -18,25 +18,25 @@ MAP_NORESERVE = 0x4000  # Linux; the mmap module of Python 3.11 does not name it
 def assert_as_accurate(
     result: Tensor, exact: Tensor, same_precision: Tensor, slack: float = 2.0, *, terms: float = 0.0
 ) -> None:
-    """`result` is about as near to the float64 result as the plain reference in the same precision is.
+    """Check that `result` is about as near to the float64 result as the reference in the same precision is.
 
-    `terms` is the size of what was added up, where that is larger than the results: each sum was rounded at its size.
+    `terms` is the magnitude of the summands where it exceeds that of the results: partial sums round at that magnitude.
     """
     assert result.dtype == same_precision.dtype
     assert result.shape == exact.shape
-    assert not result.isnan().any(), "poison came through"
+    assert not result.isnan().any(), "NaN from memory that must not be read is in the result"
     if result.numel() == 0:
         return
     error = (result.double() - exact).abs().max().item()
     unavoidable = (same_precision.double() - exact).abs().max().item()
     rounding = torch.finfo(result.dtype).eps * max(exact.abs().max().item(), terms)
-    assert error <= slack * max(unavoidable, rounding), f"error {error:.3g}, the reference makes {unavoidable:.3g}"
+    assert error <= slack * max(unavoidable, rounding), f"error {error:.3g}, that of the reference is {unavoidable:.3g}"
 
 
 def tf32x3_slack(inputs: Tensor) -> float:
-    """Return how much less accurate products of `inputs` are where float32 is multiplied as three times TF32.
+    """Return how much less accurate products of `inputs` are if Triton multiplies float32 as three TF32 products.
 
-    Triton does so on a GPU; the parts of a factor have 22 of its 24 bits. 1 elsewhere.
+    Triton does so on a GPU: the parts of a factor hold 22 of its 24 bits. Elsewhere the result is 1.
     """
     return 4.0 if inputs.is_cuda and inputs.dtype == torch.float32 else 1.0
 
@@ -61,7 +61,7 @@ def paged_sequences(
     block_size: int = BLOCK_SIZE,
     seed: int = 0,
 ) -> PagedSequences:
-    """Sequences in shuffled blocks. Whatever no query may see is NaN: other layers, free blocks, tails of blocks."""
+    """Return sequences in shuffled blocks, with NaN in all other memory: other layers, free blocks, tails of blocks."""
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-length // block_size) for length in seq_lens]
     num_blocks = sum(counts) + 2
@@ -80,11 +80,11 @@ def paged_sequences(
 
 
 def without_poison(kv: Tensor) -> Tensor:
-    return torch.nan_to_num(kv.float(), nan=0.0).to(kv.dtype)  # torch has none for 8 bits
+    return torch.nan_to_num(kv.float(), nan=0.0).to(kv.dtype)  # torch has no nan_to_num for FP8
 
 
 def untouched_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of any size that takes memory only where it is written: its other pages do not exist."""
+    """Return a tensor of any size that takes memory only for the pages that are written."""
     numel = 1
     for size in shape:
         numel *= size

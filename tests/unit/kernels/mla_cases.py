@@ -1,4 +1,4 @@
-"""Steps of latent attention for the tests: shuffled pages with NaN wherever no query may look."""
+"""Steps of latent attention for the tests: shuffled pages with NaN wherever no query may read."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class LatentStep:
         return attention(self.q, self.kv, LAYER, batch, self.up, scale=SCALE)
 
     def expected(self, dtype: torch.dtype) -> Tensor:
-        """By the definition, from the same numbers in another precision."""
+        """Return the reference's result for the same numbers in another precision."""
         up = dataclasses.replace(self.up, weight=self.up.weight.to(dtype))
         kv = without_poison(self.kv).to(dtype)
         return reference.mla_attention(self.q.to(dtype), kv, LAYER, self.batch, up, scale=SCALE)
 
     def check(self, result: Tensor, slack: float = 4.0) -> None:
-        """As accurate as the definition in the same precision, at every token that is not padding."""
+        """Check that tokens other than padding are as accurate as the reference in the same precision."""
         real = self.batch.slots >= 0
         assert_as_accurate(
             result[real], self.expected(torch.float64)[real], self.expected(self.q.dtype)[real], slack=slack
@@ -68,7 +68,7 @@ def latent_step(
     first_block: int = 0,
     seed: int = 0,
 ) -> LatentStep:
-    """Blocks before `first_block` belong to nobody."""
+    """Draw a step. Blocks before `first_block` are unused."""
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
     num_blocks = sum(counts) + 2
@@ -97,7 +97,7 @@ def latent_step(
 
 
 def padded(step: LatentStep, count: int) -> LatentStep:
-    """The step as a captured graph holds it: rows of a larger table, and `count` sequences and tokens of padding."""
+    """Return the step as in a captured graph: in rows of a larger table, with `count` padding sequences and tokens."""
     batch = step.batch
     device = batch.seq_lens.device
     num_seqs, num_tokens = batch.num_seqs, batch.num_tokens

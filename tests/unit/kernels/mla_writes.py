@@ -13,13 +13,13 @@ from baton.kernels.mla import gpu, reference
 
 from .mla_cases import LAYER, SMALL, LatentStep, Shape, latent_step, padded
 
-# WorkTiles of 16 keys, so that short sequences have many.
+# Tiles of 16 keys, so that short sequences have many.
 prepare = functools.partial(gpu.prepare, tile=16)
 
 
 @dataclasses.dataclass
 class Write:
-    """The projections of one layer for the tokens of a step, and its angles."""
+    """One layer's projections for the tokens of a step, and the angles of the rotation."""
 
     step: LatentStep
     compressed: Tensor
@@ -27,7 +27,7 @@ class Write:
     cos_sin: Tensor
 
     def run(self, op: Callable[..., None], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The rotated queries and the cache, in `dtype`."""
+        """Return the rotated queries and the cache, in `dtype`."""
         q, kv = self.step.q.to(dtype, copy=True), self.step.kv.to(dtype, copy=True)
         q_rope = q[..., self.step.up.nope_dim :]
         norm, compressed = self.norm.to(dtype), self.compressed.to(dtype)

@@ -1,4 +1,4 @@
-"""Small mixtures of experts for the tests: weights, tokens, and routings with every shape of trouble."""
+"""Small mixtures of experts for the tests: weights, tokens, and difficult routings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.kernels.activation import Activation, Pointwise
 from baton.kernels.fp8 import quantize_weight
 from baton.kernels.moe import ExpertWeights, GatedActivation
 
-GPT_OSS = GatedActivation(slope=1.702, limit=1.0, shift=1.0)  # limited so far down that the limit is met often
+GPT_OSS = GatedActivation(slope=1.702, limit=1.0, shift=1.0)  # a limit so low that it often applies
 GELU = GatedActivation(gate=Activation.GELU_TANH)
 
 KINDS = pytest.mark.parametrize(
@@ -36,7 +36,7 @@ class Mixture:
 
     @property
     def inputs(self) -> Inputs:
-        """The arguments of an implementation, which may write into the last of them."""
+        """The arguments of an implementation, which may write to the last one."""
         return (self.x, self.experts, self.expert_ids, self.weights, self.add_to.clone())
 
     def to(self, target: torch.dtype | torch.device) -> Mixture:
@@ -55,7 +55,7 @@ class Mixture:
 
 
 def in_8_bits(experts: ExpertWeights) -> ExpertWeights:
-    """Return what E4M3 with a scale a block makes of them; every row another size, so that a wrong scale is seen."""
+    """Quantize to E4M3 with a scale per block; rows differ in magnitude, so that a wrong scale is noticed."""
 
     def narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:
         made = []
@@ -87,10 +87,10 @@ def mixture(
     gated: bool = True,
     gelu: bool = False,
 ) -> Mixture:
-    """Random, in float32; every token has `top_k` different experts, the last `padding` ones have none.
+    """Draw a mixture in float32. Every token has `top_k` different experts, the last `padding` tokens have none.
 
-    Experts are plain ones, or have biases and an activation with limits, or GELU of their gates, or no
-    gates and a squared ReLU.
+    Experts are plain, or have biases and an activation with limits, or apply GELU to their gates, or have no gates
+    and a squared ReLU.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,4 +1,4 @@
-"""A kernel that writes down the random words of tokens and their noise, for the tests of `sampling/gpu/numerics.py`."""
+"""A kernel that stores the random words of tokens and their noise, for the tests of `sampling/gpu/numerics.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.kernels.sampling.gpu import numerics as noise
 
 
 def words_and_noise(num_tokens: int, seed: int, position: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return, of tokens 0 to `num_tokens`, a power of two: words `[num_tokens]` int64, noise `[num_tokens]` float64."""
+    """Return the words `[num_tokens]` int64 and the noise `[num_tokens]` float64 of all tokens below a power of two."""
     key = torch.tensor([seed, position], device=device)
     words = torch.empty(num_tokens, dtype=torch.int64, device=device)
     values = torch.empty(num_tokens, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""A kernel that needs a register for every value that it reads."""
+"""A kernel that keeps every value that it reads in a register."""
 
 import triton
 import triton.language as tl

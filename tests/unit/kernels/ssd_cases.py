@@ -38,13 +38,13 @@ class SSDStep:
     skip: Tensor | None
 
     def run(self, op: Callable[..., Tensor], **options: object) -> tuple[Tensor, Tensor]:
-        """Return what an op gives, and the states that it leaves."""
+        """Return an op's output and the states after it."""
         state = self.state.clone()
         out = op(self.x, self.b, self.c, self.time_steps, state, self.batch, skip=self.skip, **options)
         return out, state
 
     def sliced(self, tokens: slice, batch: StateBatch) -> SSDStep:
-        """Some of the tokens, as a step of their own."""
+        """Return some of the tokens as a step of their own."""
         x, b, c = (rows[tokens] for rows in (self.x, self.b, self.c))
         return replace(self, x=x, b=b, c=c, time_steps=self.time_steps.sliced(tokens), batch=batch)
 
@@ -61,14 +61,14 @@ class SSDStep:
         return written_slots(self.batch)
 
     def check(self, op: Callable[..., Tensor], slack: float = 4.0, **options: object) -> None:
-        """As accurate as inputs in this precision allow, and no slot touched that is not written."""
+        """Check that results are as accurate as this precision allows, and that only the target slots change."""
         slack *= tf32x3_slack(self.x)
         out, state = self.run(op, **options)
         exact, exact_state = self.converted(torch.float64).run(reference.ssd)
         same, same_state = self.run(reference.ssd)
         assert_as_accurate(out, exact, same, slack, terms=4.0)
         slots = self.written
-        terms = torch.finfo(self.x.dtype).eps / torch.finfo(torch.float32).eps * 16  # products take rounded operands
+        terms = torch.finfo(self.x.dtype).eps / torch.finfo(torch.float32).eps * 16  # operands of products are rounded
         assert_as_accurate(state[slots], exact_state[slots], same_state[slots], slack, terms=terms)
         assert_others_untouched(state, self.state, self.batch)
 
@@ -86,7 +86,7 @@ def ssd_step(
     seed: int = 0,
     **case: Any,
 ) -> SSDStep:
-    """Draw a step; what is not named here goes to its `StateCase`."""
+    """Draw a step; other keyword arguments are passed on to `StateCase`."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:

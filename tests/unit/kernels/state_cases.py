@@ -1,4 +1,4 @@
-"""Arenas of states for tests of layers that have them: shuffled slots, NaN in every slot that may not be read."""
+"""State arenas for tests of layers with recurrent states: shuffled slots, with NaN in slots that must not be read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_SLOT = -1
 
 @dataclass(frozen=True)
 class StateCase:
-    """The sequences of a step: those in `fresh` begin with zeros; `checkpoints` are pairs of sequence and tokens."""
+    """The sequences of a step. Those in `fresh` begin with a zero state; `checkpoints` are (sequence, tokens) pairs."""
 
     query_lens: Sequence[int]
     fresh: Sequence[int] = ()
@@ -23,8 +23,8 @@ class StateCase:
     checkpoints: Sequence[tuple[int, int]] = ()
     decode_tokens: int = 1
     first_slot: int = 0
-    keeps_in_source: bool = False  # the first checkpoint of a sequence goes to its source
-    padding: int = 0  # empty sequences, and as many chunks, behind the others: a captured step of any mix
+    keeps_in_source: bool = False  # the first checkpoint of a sequence is written to its source slot
+    padding: int = 0  # as many empty sequences and chunks at the end, as in a captured step of any mix
 
     def draw(
         self, shape: Sequence[int], generator: torch.Generator, device: torch.device, dtype: torch.dtype = torch.float32
@@ -61,7 +61,7 @@ def written_slots(batch: StateBatch) -> list[int]:
 
 
 def assert_same_states(state: Tensor, expected: Tensor) -> None:
-    """Compare arenas to the last bit; slots that hold NaN must hold it in both."""
+    """Check that two arenas have equal bits; a slot that is NaN must be NaN in both."""
     assert torch.equal(state.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
@@ -72,7 +72,7 @@ def assert_others_untouched(state: Tensor, before: Tensor, batch: StateBatch) ->
 
 
 def assert_graph_serves_other_slots(run: Callable[[], Tensor], state: Tensor, batch: StateBatch) -> None:
-    """Capture `run`, a step on a GPU whose states have no NaN, and compare replays for other slots with plain runs."""
+    """Capture `run`, a step on a GPU whose states have no NaN, and compare replays with other slots to plain runs."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

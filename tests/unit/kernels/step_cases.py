@@ -1,4 +1,4 @@
-"""A step's tensors, small enough for every kernel that touches them to be checked as a whole."""
+"""A step's tensors, small enough for tests to check all of them after each kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGES, GROUPS = 3, 2
 
 @dataclass
 class Step:
-    """Everything that the kernels of one step touch."""
+    """All tensors that the kernels of one step read or write."""
 
     tables: StepTables
     batch: StepBatch
@@ -39,9 +39,9 @@ def make_step(
     seed: int = 0,
     draws: list[int] | None = None,
 ) -> Step:
-    """Random rows with `lens[i]` tokens each, padded to `num_seqs` and `num_tokens`; outputs are poisoned.
+    """Return a step of random rows of `lens[i]` tokens, padded to `num_seqs` and `num_tokens`. Outputs are poisoned.
 
-    Each draws `draws[i]` tokens; without them, one behind each of its tokens.
+    Row i draws `draws[i]` tokens, by default one after each of its tokens.
     """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ BATCHES = [([1], 1, 1), ([1, 1, 1], 4, 4), ([5, 1, 30, 2], 4, 38), ([3, 7], 9, 4
 def make_drafts(
     step: Step, device: torch.device, *, width: int, lag: int, num_draws: int | None = None
 ) -> tuple[RowGuesses, DrawPlaces]:
-    """RowGuesses of each row's tokens from `lag` before the token behind those that are computed; poisoned places."""
+    """Return guesses for each row, the first `lag` tokens before the next token to compute, and poisoned places."""
     computed = step.tables.computed
     guesses = torch.arange(ROWS * width, dtype=torch.int32, device=device).view(ROWS, width) + 5000
     size = len(step.inputs.token_ids) if num_draws is None else num_draws
@@ -96,10 +96,10 @@ def make_drafts(
     return RowGuesses(guesses, computed + 1 - lag), DrawPlaces(*places)
 
 
-WITH_DRAFTS = [  # tokens and draws of each sequence, sequences, draws: with padding and without
+WITH_DRAFTS = [  # tokens and draws of each sequence; number of sequences and of draws, with or without padding
     ([1], [1], 1, 4),
     ([3, 1, 6], [3, 1, 6], 5, 16),
     ([4] * 3, [4] * 3, 3, 12),
-    ([1, 3, 20, 2, 30], [1, 3, 1, 1, 1], 6, 9),  # the last three read prompts
+    ([1, 3, 20, 2, 30], [1, 3, 1, 1, 1], 6, 9),  # the last three are in prefill
     ([5, 4, 7], [5, 1, 2], 3, 8),
 ]

@@ -18,7 +18,7 @@ from .kernel_checks import assert_as_accurate
 pytestmark = pytest.mark.exhaustive
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-MANY = 64  # tokens: of a single value the reference may be right to the bit by chance
+MANY = 64  # tokens: for a single value the reference may be exact by chance
 EVERY = pytest.mark.parametrize("activation", Activation)
 
 
@@ -50,12 +50,12 @@ def test_extreme_gates_give_the_limits(activation: Activation, dtype: torch.dtyp
 
 
 @EVERY
-def test_not_a_number_stays_visible(activation: Activation) -> None:
+def test_nan_propagates(activation: Activation) -> None:
     gate_up = torch.tensor([[float("nan"), 1.0, 1.0, float("nan")]])
     assert activation_and_mul(gate_up, activation).isnan().all()
 
 
-def test_the_result_goes_where_it_is_wanted() -> None:
+def test_the_result_is_written_to_out() -> None:
     gate_up, out = torch.randn(5, 64), torch.full((5, 32), float("nan"))
     assert activation_and_mul(gate_up, Activation.SILU, out) is out
     assert torch.equal(out, activation_and_mul(gate_up, Activation.SILU))
@@ -84,7 +84,7 @@ def test_the_activations_are_those_of_their_names() -> None:
     silu, gelu = (activation_and_mul(gate_up, activation)[0] for activation in (Activation.SILU, Activation.GELU_TANH))
     torch.testing.assert_close(silu, torch.nn.functional.silu(gate))
     torch.testing.assert_close(gelu, torch.nn.functional.gelu(gate, approximate="tanh"))
-    assert (gelu - torch.nn.functional.gelu(gate)).abs().max() > 1e-4, "the exact GELU is another function"
+    assert (gelu - torch.nn.functional.gelu(gate)).abs().max() > 1e-4, "GELU_TANH must not be the exact GELU"
 
 
 # ---- without gates --------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_squared_relu_is_the_formula() -> None:
     assert activated[6].isnan()
 
 
-def test_columns_of_values_that_lie_apart_are_refused() -> None:
+def test_columns_of_values_with_gaps_are_refused() -> None:
     with pytest.raises(ValueError, match="contiguous rows"):
         activate_each(torch.zeros(3, 2).T, Pointwise.RELU2)
 
@@ -132,7 +132,7 @@ def test_logits_of_any_number_and_width_are_capped(
     assert given.numel() == 0 or given.abs().max() <= cap
 
 
-def test_extreme_logits_become_the_cap_and_not_a_number_stays_visible() -> None:
+def test_extreme_logits_become_the_cap_and_nan_propagates() -> None:
     capped = soft_cap(torch.tensor([[float("inf"), -float("inf"), 3e38, -3e38, 0.0, float("nan")]]), 30.0)[0]
     assert capped[:5].tolist() == [30.0, -30.0, 30.0, -30.0, 0.0]
     assert capped[5].isnan()
@@ -159,12 +159,12 @@ def test_rows_of_logits_may_have_a_stride_and_nothing_between_them_changes() -> 
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, float("nan")])
-def test_a_cap_that_makes_no_sense_is_refused(cap: float) -> None:
+def test_a_cap_that_is_not_positive_is_refused(cap: float) -> None:
     with pytest.raises(ValueError, match="more than 0"):
         soft_cap(torch.zeros(2, 3), cap)
 
 
-def test_columns_that_lie_apart_are_refused() -> None:
+def test_columns_with_gaps_are_refused() -> None:
     with pytest.raises(ValueError, match="contiguous rows"):
         soft_cap(torch.zeros(3, 2).T, 30.0)
 

@@ -1,4 +1,4 @@
-"""The gated activations and the soft cap in Triton: interpreted in CI, compiled where there is a GPU."""
+"""The gated activations and the soft cap in Triton: interpreted in CI, compiled on machines with a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_cap(logits: torch.Tensor, cap: float) -> None:
     exact, same = reference.soft_cap(logits.double(), cap), reference.soft_cap(logits.clone(), cap)
     given = logits.clone()
     assert gpu.soft_cap(given, cap) is given
-    assert_as_accurate(given, exact, same, slack=max(2.0, cap / 4))  # tanh is accurate relative to the cap
+    assert_as_accurate(given, exact, same, slack=max(2.0, cap / 4))  # the error of tanh is relative to the cap
 
 
 @pytest.mark.usefixtures("poisoned_outputs")
@@ -52,10 +52,10 @@ def test_extreme_gates_give_the_limits(activation: Activation, triton_device: to
     largest, zero, also_zero, tiny, unknown = gpu.activation_and_mul(gate_up, activation)[0].tolist()
     assert largest == pytest.approx(3e38)
     assert (zero, also_zero, tiny) == (0, 0, 0)
-    assert unknown != unknown, "not a number stays visible"
+    assert unknown != unknown, "NaN must propagate"
 
 
-def test_the_result_goes_where_it_is_wanted(triton_device: torch.device) -> None:
+def test_the_result_is_written_to_out(triton_device: torch.device) -> None:
     wide = torch.randn(6, 100, device=triton_device)
     out = torch.full((6, 32), float("nan"), device=triton_device)
     assert gpu.activation_and_mul(wide[:, 10:74], Activation.SILU, out) is out
@@ -120,7 +120,7 @@ def test_squares_of_extreme_values(triton_device: torch.device) -> None:
     x = torch.tensor([[-3e38, -0.0, 3.0, float("inf"), -float("inf"), float("nan")]], device=triton_device)
     *limits, unknown = gpu.activate_each(x, Pointwise.RELU2)[0].tolist()
     assert limits == [0.0, 0.0, 9.0, float("inf"), 0.0]
-    assert unknown != unknown, "not a number stays visible"
+    assert unknown != unknown, "NaN must propagate"
 
 
 def test_loads_of_squares_are_wide() -> None:
@@ -162,7 +162,7 @@ def test_extreme_logits_become_the_cap(triton_device: torch.device) -> None:
     logits = torch.tensor([[float("inf"), -float("inf"), 3e38, -3e38, 0.0, float("nan")]], device=triton_device)
     *capped, unknown = gpu.soft_cap(logits, 30.0)[0].tolist()
     assert capped == [30.0, -30.0, 30.0, -30.0, 0.0]
-    assert unknown != unknown, "not a number stays visible"
+    assert unknown != unknown, "NaN must propagate"
 
 
 def test_loads_of_logits_are_wide() -> None:
@@ -172,7 +172,7 @@ def test_loads_of_logits_are_wide() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_caps_logits_that_came_after_it() -> None:
+def test_a_captured_graph_caps_later_logits() -> None:
     logits = torch.zeros(4, 256_000, dtype=torch.bfloat16, device="cuda")
     gpu.soft_cap(logits.clone(), 30.0)
     graph = torch.cuda.CUDAGraph()
@@ -189,10 +189,10 @@ def test_a_captured_graph_caps_logits_that_came_after_it() -> None:
 @pytest.mark.parametrize("each", [True, False])
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize(("num_tokens", "heads", "dim"), [(0, 2, 16), (1, 1, 700), (3, 4, 40), (2, 3, 256)])
-def test_heads_are_gated_where_they_lie(
+def test_heads_are_gated_in_a_strided_view(
     num_tokens: int, heads: int, dim: int, adds: bool, each: bool, dtype: torch.dtype, triton_device: torch.device
 ) -> None:
-    """Gates lie behind the queries of their head, results in a tensor of their own."""
+    """The gates of a head follow its queries in one tensor; results are in another tensor."""
     both = (torch.randn(num_tokens, heads, 2 * dim) * 3).to(triton_device, dtype)
     gate = both[..., dim:] if each else both[..., dim : dim + 1]
     add_to = torch.randn(num_tokens, heads * dim).to(triton_device, dtype) if adds else None
@@ -207,7 +207,7 @@ def test_heads_are_gated_where_they_lie(
     assert_as_accurate(run(gpu, dtype), run(reference, torch.float64), run(reference, dtype))
 
 
-def test_a_gate_leaves_what_lies_between_heads_alone(triton_device: torch.device) -> None:
+def test_a_gate_changes_nothing_between_heads(triton_device: torch.device) -> None:
     both = torch.randn(3, 2, 24, device=triton_device)
     before = both.clone()
     gpu.gate_heads(both[..., :16], both[..., 16:17])

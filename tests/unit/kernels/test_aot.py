@@ -1,4 +1,4 @@
-"""Kernels are interpreted and compiled for a GPU in one test run, on a machine that has none."""
+"""A test run on a machine without a GPU both interprets kernels and compiles them for one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention: against the definition in float64, with NaN in everything that must not be read."""
+"""Paged attention against the reference in float64, with NaN in all memory that must not be read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_heads_of_512_dimensions_are_served(dtype: torch.dtype) -> None:
         q.double(), without_poison(sequences.kv).double(), LAYER, sequences.batch, AttentionRule(512**-0.5)
     )
     same = reference.paged_attention(q, without_poison(sequences.kv), LAYER, sequences.batch, AttentionRule(512**-0.5))
-    # A score is one chain of 512 products, where the reference adds up in blocks.
+    # The kernel adds up the 512 products of a score one by one, the reference in blocks.
     assert_as_accurate(attend(q, sequences), exact, same, slack=8.0 if dtype == torch.float32 else 2.0)
 
 
@@ -61,14 +61,14 @@ def test_heads_of_512_dimensions_are_served(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (96, 32), (32, 96), (48, 16), (24, 20)])
 def test_values_may_have_another_width_than_keys(dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
     sequences = paged_sequences(*RAGGED, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
-    if head_dim == 24:  # served by the reference, which multiplies what nobody sees by 0
+    if head_dim == 24:  # served by the reference, which multiplies masked values by 0
         sequences = PagedSequences(without_poison(sequences.kv), sequences.batch, sequences.query_lens)
     sinks = torch.tensor([0.5, -3.0, 1.0, 2.0])
     check(queries(sequences, 4, head_dim, dtype), sequences)
     check(queries(sequences, 4, head_dim, dtype), sequences, window=100, sinks=sinks)
 
 
-def test_a_cache_of_other_keys_is_refused() -> None:
+def test_a_cache_of_another_key_dimension_is_refused() -> None:
     sequences = paged_sequences([1], [5], head_dim=48)
     with pytest.raises(ValueError, match="no keys of 64 dimensions"):
         attend(torch.zeros(1, 4, 64), sequences)
@@ -100,13 +100,13 @@ def test_one_query_sees_every_key_of_any_context_length(length: int, num_threads
     check(queries(sequences, 2, 64, torch.bfloat16), sequences)
 
 
-def test_large_scores_neither_overflow_nor_lose_the_winner() -> None:
+def test_large_scores_neither_overflow_nor_lose_the_largest() -> None:
     sequences = paged_sequences([1, 30], [200, 30])
     check(queries(sequences, 4, 64, torch.float32) * 1000, sequences)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_not_a_number_in_a_query_shows_in_its_result_and_in_no_other(dtype: torch.dtype) -> None:
+def test_nan_in_a_query_makes_its_result_nan_and_no_other(dtype: torch.dtype) -> None:
     sequences = paged_sequences([1, 30], [200, 30], dtype=dtype)
     q = queries(sequences, 4, 64, dtype)
     q[7, 2, 5] = float("nan")
@@ -126,11 +126,11 @@ def test_queries_may_be_a_view_into_a_fused_projection() -> None:
     check(fused[:, : 4 * 64].unflatten(1, (4, 64)), sequences)
 
 
-# ---- padded steps, and tables that are shared -----------------------------------------------------------------------
+# ---- padded steps and shared block tables ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sequences_may_lie_in_any_row_of_the_tables(dtype: torch.dtype) -> None:
+def test_sequences_may_use_any_row_of_the_block_tables(dtype: torch.dtype) -> None:
     sequences = paged_sequences(*RAGGED, dtype=dtype)
     rows = torch.tensor([7, 0, 2, 3, 6, 1], dtype=torch.int32)
     tables = torch.full((8, sequences.batch.block_tables.shape[1]), -(2**31), dtype=torch.int32)
@@ -161,17 +161,17 @@ def test_padding_gives_zeros_and_changes_no_other(run: Callable[..., Tensor]) ->
     assert not out[q.shape[0] :].any()
 
 
-# ---- scores that are capped, sinks, scaled caches --------------------------------------------------------------------
+# ---- soft caps, sinks, scaled caches --------------------------------------------------------------------------------
 
 
 def plainly(q: Tensor, keys: Tensor, values: Tensor, soft_cap: float, sink: float) -> Tensor:
-    """One query, one head."""
+    """Return the attention of one query of one head."""
     scores = soft_cap * torch.tanh(keys @ q / soft_cap)
     weights = scores.exp() / (scores.exp().sum() + math.exp(sink))
     return weights @ values
 
 
-def test_a_cap_and_a_sink_do_what_the_formula_says() -> None:
+def test_a_cap_and_a_sink_follow_the_formula() -> None:
     sequences = paged_sequences([1], [16], num_kv_heads=1)
     q = queries(sequences, 2, 64, torch.float32)
     keys, values = sequences.kv[sequences.batch.block_tables[0, 0], 0, LAYER].double()
@@ -195,11 +195,11 @@ def test_scores_are_capped_before_the_mask(
 
 def test_capped_scores_are_served_by_the_native_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     sequences = paged_sequences(*RAGGED)
-    monkeypatch.setattr(reference, "paged_attention", lambda *args, **kwargs: pytest.fail("the reference served"))
+    monkeypatch.setattr(reference, "paged_attention", lambda *args, **kwargs: pytest.fail("the reference was called"))
     attend(queries(sequences, 4, 64, torch.float32), sequences, soft_cap=5.0)
 
 
-def test_a_sink_without_weight_and_a_cap_out_of_reach_change_nothing() -> None:
+def test_a_sink_of_minus_infinity_and_a_very_large_cap_change_nothing() -> None:
     sequences = paged_sequences(*RAGGED)
     q, clean = queries(sequences, 4, 64, torch.float32), without_poison(sequences.kv)
     plain = reference.paged_attention(q, clean, LAYER, sequences.batch, AttentionRule(0.125))
@@ -210,7 +210,7 @@ def test_a_sink_without_weight_and_a_cap_out_of_reach_change_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [None, 24])
-def test_sinks_take_weight_once_however_keys_are_shared_out(
+def test_sinks_take_weight_once_however_keys_are_divided(
     dtype: torch.dtype, window: int | None, num_threads: int
 ) -> None:
     sequences = paged_sequences(*RAGGED, dtype=dtype)
@@ -218,7 +218,7 @@ def test_sinks_take_weight_once_however_keys_are_shared_out(
     check(queries(sequences, 4, 64, dtype), sequences, window, sinks=sinks)
 
 
-def test_a_sink_far_above_all_scores_leaves_nothing() -> None:
+def test_a_sink_far_above_all_scores_makes_the_result_zero() -> None:
     sequences = paged_sequences(*RAGGED)
     out = attend(queries(sequences, 4, 64, torch.float32), sequences, sinks=torch.full((4,), 1e4))
     assert not out.any()
@@ -278,7 +278,7 @@ def test_a_token_gives_the_same_bits_among_any_number_of_rows(
     whole = paged_sequences([150], [150], **shape)
     q = queries(whole, num_heads, head_dim, torch.bfloat16) * 4
     expected = attend(q, whole)
-    for end in range(num_tokens, 151):  # so many, since few of the last bits of a sum show in bfloat16
+    for end in range(num_tokens, 151):  # so many ends, since bfloat16 shows few differences in the last bits of a sum
         batch = AttentionBatch.plan([num_tokens], [end], whole.batch.block_tables, 16)
         rows = slice(end - num_tokens, end)
         chunk = attend(q[rows], PagedSequences(whole.kv, batch, [num_tokens]))
@@ -286,7 +286,7 @@ def test_a_token_gives_the_same_bits_among_any_number_of_rows(
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
-    for lengths in (RAGGED, ([1], [5000])):  # the lone decode is shared out over its keys where there are threads
+    for lengths in (RAGGED, ([1], [5000])):  # the keys of a lone decode are divided over the threads
         sequences = paged_sequences(*lengths, dtype=torch.bfloat16)
         q = queries(sequences, 4, 64, torch.bfloat16)
         results = []

@@ -1,4 +1,4 @@
-"""The decode kernel as it is compiled for an H200."""
+"""The decode kernel, compiled for an H200."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compile_decode(
     spill_bytes: int = 0,
     **constexprs: object,
 ) -> Compiled:
-    """For a `group` that is a power of two, of at most 16."""
+    """Compile the kernel for a `group` that is a power of two, at most 16."""
     values = {"VALUE_DIM": dim, "PADDED_VALUE_DIM": dim, "TOKEN_STRIDE": dim}
     if value_dim is not None:
         values = {"VALUE_DIM": value_dim, "PADDED_VALUE_DIM": value_dim, "TOKEN_STRIDE": dim + value_dim}
@@ -75,7 +75,7 @@ def test_pages_are_read_16_bytes_at_a_time_and_ahead_of_their_use() -> None:
     compiled = compile_decode(SIGNATURE)
     assert compiled.widest_load_bytes == 16
     assert "cp.async" in compiled.ptx
-    assert compiled.shared_bytes < 113 * 1024  # two programs on a multiprocessor
+    assert compiled.shared_bytes < 113 * 1024  # two programs per multiprocessor
 
 
 TUNED = [(entry.key["group"], entry.config) for entry in tuned.entries("attention", "NVIDIA_H200")]
@@ -86,11 +86,11 @@ RUN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "options"), RUN.values())
-def test_options_fit_as_often_on_a_multiprocessor_as_they_say(group: int, options: dict[str, int]) -> None:
+def test_as_many_programs_fit_a_multiprocessor_as_the_options_say(group: int, options: dict[str, int]) -> None:
     assert options.keys() == decode_options.DEFAULT.keys()
     compiled = compile_decode(SIGNATURE, options=options, group=group)
     threads = 32 * options["num_warps"] * options["programs"]
-    assert -(-compiled.registers // 8) * 8 * threads <= 65536  # a thread has them by eights
+    assert -(-compiled.registers // 8) * 8 * threads <= 65536  # registers are allocated to a thread in units of eight
     assert (compiled.shared_bytes + 1024) * options["programs"] <= 228 * 1024
 
 
@@ -136,14 +136,14 @@ def test_plans_of_wide_heads_have_smaller_units() -> None:
     assert [plan.unit_tokens for plan in plans] == [64, 32]
 
 
-def test_it_has_room_for_the_units_of_plans_for_fetched_caches_of_8_bits() -> None:
-    """It serves steps whose queries do not suit the kernel that the plan was made for."""
+def test_the_general_kernel_has_shared_memory_for_the_units_of_plans_for_fp8_caches() -> None:
+    """The general kernel serves steps whose queries the kernel of the plan does not support."""
     options = decode_options.DEFAULT | {"unit_tokens": decode_fp8_hopper.UNIT.value, "early_units": 0}
     signature = {**SIGNATURE, **dict.fromkeys(("q", "out"), "*fp32"), "kv": "*fp8e4nv"}
     compile_decode(signature, options=options, spill_bytes=1 << 16)
 
 
-def test_many_parts_are_loaded_at_once_where_they_are_added_apart() -> None:
+def test_the_kernel_that_adds_up_parts_loads_many_at_once() -> None:
     signature = dict.fromkeys(("sinks", "v_scale", "sums", "tops"), "*fp32") | {"out": "*bf16"}
     signature |= dict.fromkeys(("words", "seq_lens"), "*i32")
     signature |= dict.fromkeys(("num_seqs", "num_shares", "window", "num_heads"), "i32")

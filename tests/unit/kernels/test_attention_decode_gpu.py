@@ -1,4 +1,4 @@
-"""The decode kernel against the definition, with NaN in what must not be read; interpreted where there is no GPU."""
+"""The decode kernel against the reference, with NaN in memory that must not be read; interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL_UNITS = {"unit_tokens": 16, "programs": 2, "min_units": 1, "early_units": 
 
 @pytest.fixture(params=[0, 1], ids=["together", "apart"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are added by the program that comes last, or by a kernel of their own."""
+    """The program that finishes last adds up the parts, or a separate kernel does."""
     monkeypatch.setitem(SMALL_UNITS, "apart", request.param)
     monkeypatch.setattr(decode_combine, "PARTS_AT_ONCE", 4)
 
@@ -37,7 +37,7 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def attend(
     q: Tensor, sequences: PagedSequences, num_shares: int | None = None, layers: int = 1, **options: Any
 ) -> Tensor:
-    """Return what the kernel writes into a poisoned output; with `num_shares`, in so many shares of a unit or more."""
+    """Return what the kernel writes to a poisoned output; `num_shares` sets the number of shares, of a unit or more."""
     num_kv_heads, dim = sequences.kv.shape[1], q.shape[2]
     value_dim = kv_rows(sequences.kv, dim).value_dim
     batch = prepare(sequences.batch, sequences.kv, num_heads=q.shape[1], head_dim=dim)
@@ -58,7 +58,7 @@ def attend(
 def check(
     q: Tensor, sequences: PagedSequences, num_shares: int | None = None, *, slack: float = 4.0, **options: Any
 ) -> None:
-    """`slack`: of float32."""
+    """Compare with the reference. `slack` applies to float32."""
     result = attend(q, sequences, num_shares, **options)
     clean, rule = without_poison(sequences.kv), AttentionRule(q.shape[2] ** -0.5, **options)
     exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, rule)
@@ -115,12 +115,12 @@ def test_a_window_begins_elsewhere_for_each_query(triton_device: torch.device, w
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (8, 1), (10, 2)])
 @pytest.mark.parametrize("num_shares", [2, 9])
-def test_rules_hold_for_each_query_whatever_the_heads(
+def test_rules_hold_for_each_query_with_any_heads(
     triton_device: torch.device, num_heads: int, num_kv_heads: int, num_shares: int
 ) -> None:
     sequences = drafted(triton_device, num_kv_heads=num_kv_heads)
     sinks = torch.linspace(-3, 3, num_heads, device=triton_device)
-    # tanh is accurate relative to the cap
+    # the error of tanh is relative to the cap
     check(queries(sequences, num_heads), sequences, num_shares, sinks=sinks, soft_cap=20.0, slack=20.0)
 
 
@@ -132,7 +132,7 @@ def test_a_few_queries_may_have_values_of_another_width(triton_device: torch.dev
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_shares", [None, 1, 2, 9])
-def test_tokens_behind_a_few_queries_of_each_sequence_become_zero(
+def test_padding_tokens_after_a_few_queries_of_each_sequence_become_zero(
     triton_device: torch.device, num_shares: int | None
 ) -> None:
     sequences = drafted(triton_device, padding=(2, 9))
@@ -144,10 +144,10 @@ def test_tokens_behind_a_few_queries_of_each_sequence_become_zero(
 
 
 @pytest.mark.parametrize(("most", "num_heads", "is_drafted"), [(5, 14, True), (33, 2, True), (4, 4, False)])
-def test_more_queries_than_a_product_has_rows_for_are_prefill_and_so_are_prompts(
+def test_prompts_and_more_queries_than_a_product_has_rows_for_use_the_prefill_kernels(
     triton_device: torch.device, most: int, num_heads: int, is_drafted: bool
 ) -> None:
-    """Kernels for decodes read old keys while those before them still run: a prompt may have some of this step."""
+    """Decode kernels read older keys while earlier kernels still run; a prompt's older keys may be from this step."""
     sequences = drafted(triton_device, most=most)
     batch = dataclasses.replace(sequences.batch, drafted=is_drafted)
     plans = prepared(prepare(batch, sequences.kv, num_heads=num_heads))
@@ -204,7 +204,7 @@ def test_queries_may_be_a_view_into_a_fused_projection(triton_device: torch.devi
     check(fused[:, : 4 * 64].unflatten(1, (4, 64)), sequences)
 
 
-def test_sequences_may_lie_in_any_row_of_the_tables(triton_device: torch.device) -> None:
+def test_sequences_may_use_any_row_of_the_block_tables(triton_device: torch.device) -> None:
     sequences = decodes(triton_device, [40, 5, 100])
     rows = torch.tensor([4, 0, 2], dtype=torch.int32, device=triton_device)
     tables = torch.full((6, sequences.batch.block_tables.shape[1]), -(2**31), dtype=torch.int32, device=triton_device)
@@ -224,7 +224,7 @@ def test_padding_sequences_give_zeros_and_change_no_other(triton_device: torch.d
     check(q, padded, num_shares)
 
 
-def test_decodes_and_chunks_of_one_step_go_to_their_own_kernels(triton_device: torch.device) -> None:
+def test_decodes_and_chunks_of_one_step_use_different_kernels(triton_device: torch.device) -> None:
     sequences = paged_sequences([1, 1, 1, 9, 20], [40, 5, 100, 30, 20])
     batch = on_device(sequences.batch, triton_device)
     sequences = PagedSequences(sequences.kv.to(triton_device), batch, sequences.query_lens)
@@ -233,13 +233,13 @@ def test_decodes_and_chunks_of_one_step_go_to_their_own_kernels(triton_device: t
 
 
 @pytest.mark.slow
-def test_every_layer_finds_the_workspace_as_the_first_did(triton_device: torch.device) -> None:
+def test_every_layer_leaves_the_workspace_ready_for_the_next(triton_device: torch.device) -> None:
     sequences = decodes(triton_device)
     q = queries(sequences, 4)
     assert torch.equal(attend(q, sequences, 7, layers=3), attend(q, sequences, 7))
 
 
-def test_not_a_number_in_a_query_shows_in_its_result_and_in_no_other(triton_device: torch.device) -> None:
+def test_nan_in_a_query_makes_its_result_nan_and_no_other(triton_device: torch.device) -> None:
     sequences = decodes(triton_device, [40, 5, 100])
     q = queries(sequences, 4)
     q[2, 1, 5] = float("nan")
@@ -314,14 +314,14 @@ def test_parts_in_half_precision_are_put_together_either_way(lengths: list[int])
 
 
 @pytest.mark.gpu
-def test_an_fp8_cache_gives_what_its_values_in_bfloat16_give() -> None:
+def test_an_fp8_cache_gives_the_result_of_its_values_in_bfloat16() -> None:
     sequences = decodes(torch.device("cuda"), [3000, 17, 200], num_kv_heads=8, head_dim=128)
     stored = without_poison(sequences.kv).to(torch.float8_e4m3fn)
     scales = {name: torch.tensor(value, device="cuda") for name, value in (("k_scale", 0.5), ("v_scale", 2.0))}
     q = queries(sequences, 32, torch.bfloat16)
     small = attend(q, dataclasses.replace(sequences, kv=stored), 9, **scales)
     same = attend(q, dataclasses.replace(sequences, kv=stored.bfloat16()), 9, **scales)
-    # Two kernels, whose sums in float32 may differ in their last bits: now and then a result rounds to its neighbour.
+    # Sums in float32 of the two kernels may differ in their last bits, so a result may round to a neighbouring value.
     torch.testing.assert_close(small, same, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-6)
 
 
@@ -337,8 +337,8 @@ def test_blocks_beyond_4_gib_of_elements_are_found() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_seqs", [1, 3])  # one alone may have its parts added apart
-def test_a_captured_graph_serves_lengths_that_came_after_it(num_seqs: int) -> None:
+@pytest.mark.parametrize("num_seqs", [1, 3])  # the parts of a single sequence may be added by a separate kernel
+def test_a_captured_graph_serves_later_lengths(num_seqs: int) -> None:
     sequences = decodes(torch.device("cuda"), [600] * num_seqs, dtype=torch.bfloat16, num_kv_heads=8, head_dim=128)
     clean = dataclasses.replace(sequences, kv=without_poison(sequences.kv))
     q = queries(sequences, 32)

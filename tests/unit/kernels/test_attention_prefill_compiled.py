@@ -1,4 +1,4 @@
-"""The prefill kernels as they are compiled for an H200."""
+"""The prefill kernels, compiled for an H200."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ BOXES = "swizzle_byte_width=128, element_bitwidth=16, rank={}, transposed=False,
 
 
 def boxes(*shape: int) -> str:
-    """The type of a tensor that the copy engine reads in boxes of this shape."""
+    """Return the type of a tensor descriptor with boxes of this shape, for TMA."""
     return f"tensordesc<bf16[{','.join(map(str, shape))}],NVMMASharedLayout({BOXES.format(len(shape))})>"
 
 

@@ -1,4 +1,4 @@
-"""Prefill attention on the device: against the definition in float64, with NaN in everything that must not be read."""
+"""Prefill attention on the device against the reference in float64, with NaN in all memory that must not be read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.exhaustive
 
 @pytest.fixture
 def gpu(triton_device: torch.device) -> ModuleType:
-    """The module under test, which may be imported only where Triton is."""
+    """The module under test, which needs Triton to be imported."""
     from baton.kernels.attention import gpu
 
     return gpu
@@ -110,7 +110,7 @@ def test_blocks_hold_any_number_of_tokens(gpu: ModuleType, triton_device: torch.
 @pytest.mark.slow
 def test_scores_are_capped_before_the_mask(gpu: ModuleType, triton_device: torch.device) -> None:
     check(gpu, *MIXED, triton_device, soft_cap=0.5)
-    check(gpu, *MIXED, triton_device, soft_cap=30.0, slack=30.0)  # tanh is accurate relative to the cap
+    check(gpu, *MIXED, triton_device, soft_cap=30.0, slack=30.0)  # the error of tanh is relative to the cap
 
 
 def test_wide_heads_have_windows_and_caps_too(gpu: ModuleType, triton_device: torch.device) -> None:
@@ -134,7 +134,7 @@ def test_a_float8_cache_is_scaled_back(gpu: ModuleType, triton_device: torch.dev
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_kernel_for_hopper_leaves_a_cache_with_scales_to_the_other(triton_device: torch.device) -> None:
+def test_the_hopper_kernel_does_not_serve_a_cache_with_scales(triton_device: torch.device) -> None:
     from baton.kernels.attention.gpu import prefill_hopper
 
     sequences = on_device(paged_sequences([200], [200], head_dim=64, dtype=torch.float16), triton_device)
@@ -187,7 +187,7 @@ def test_padding_becomes_zero_and_changes_nothing(gpu: ModuleType, triton_device
     assert torch.equal(result[tokens:], torch.zeros_like(result[tokens:]))
 
 
-def test_an_infinite_score_shows_in_its_row_and_in_no_other(gpu: ModuleType, triton_device: torch.device) -> None:
+def test_nan_in_a_query_makes_its_row_nan_and_no_other(gpu: ModuleType, triton_device: torch.device) -> None:
     sequences = on_device(paged_sequences([30], [60], head_dim=16), triton_device)
     q = queries(sequences.batch, 4, 16, torch.float32)
     q[7, 2, 5] = float("nan")
@@ -218,7 +218,7 @@ def test_every_token_is_in_one_tile_and_tiles_with_the_most_keys_come_first(
     assert plan.queue.tolist() == [0, 0]
 
 
-def test_a_plan_looks_at_shapes_only(triton_device: torch.device) -> None:
+def test_a_plan_depends_on_shapes_only(triton_device: torch.device) -> None:
     short, long = (on_device(paged_sequences([60, n], [60, n], head_dim=16), triton_device).batch for n in (1, 60))
     short = replace(short, positions=long.positions, slots=long.slots, max_query_len=long.max_query_len)
     assert plan_of(short, 0, 8, 2, 16).items.shape == plan_of(long, 0, 8, 2, 16).items.shape
@@ -249,12 +249,12 @@ def test_long_and_short_tiles_in_bfloat16_equal_the_reference(
     gpu: ModuleType, triton_device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int, options: Any
 ) -> None:
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    check(gpu, *LARGE, triton_device, dtype=torch.bfloat16, **heads, **options)  # long tiles, on Hopper its own kernel
+    check(gpu, *LARGE, triton_device, dtype=torch.bfloat16, **heads, **options)  # long tiles; Hopper has its own kernel
     check(gpu, [9, 3], [70, 900], triton_device, dtype=torch.bfloat16, **heads, **options)  # short tiles
 
 
 @pytest.mark.gpu
-def test_blocks_lie_beyond_4_gib(gpu: ModuleType, triton_device: torch.device) -> None:
+def test_blocks_beyond_4_gib_are_found(gpu: ModuleType, triton_device: torch.device) -> None:
     sequences = paged_sequences([200], [300], head_dim=128, num_kv_heads=8, dtype=torch.bfloat16)
     q = queries(on_device(sequences, triton_device).batch, 32, 128, torch.bfloat16)
     near = on_device(sequences, triton_device)
@@ -282,7 +282,7 @@ def test_a_captured_graph_serves_other_lengths(gpu: ModuleType, triton_device: t
 
 
 @pytest.mark.gpu
-def test_keys_and_values_may_lie_one_sequence_after_another(triton_device: torch.device) -> None:
+def test_keys_and_values_may_be_packed_one_sequence_after_another(triton_device: torch.device) -> None:
     from baton.kernels.mla.gpu import dense_hopper
 
     if torch.cuda.get_device_capability() != (9, 0):

@@ -1,4 +1,4 @@
-"""Batches, rules and plans of attention that make no sense are refused."""
+"""Invalid batches, rules and plans of attention are refused."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_another_number_of_sinks_than_of_query_heads_is_refused() -> None:
         ({"v_scale": torch.tensor(1)}, r"v_scale is torch\.int64"),
     ],
 )
-def test_a_rule_that_makes_no_sense_is_refused(option: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_rule_is_refused(option: dict[str, Any], complaint: str) -> None:
     with pytest.raises((ValueError, TypeError), match=complaint):
         AttentionRule(1.0, **option)
 
 
 @pytest.mark.parametrize("score", [-40.0, -0.3, 0.0, 2.0, 40.0])
-def test_the_units_of_kernels_for_prefill_give_the_weights_of_the_formula(score: float) -> None:
-    """`score` is of query and key, before the scale."""
+def test_the_score_units_of_prefill_kernels_lead_to_the_weights_of_the_formula(score: float) -> None:
+    """`score` is the product of query and key, before the scale."""
     plain, capped = AttentionRule(0.125), AttentionRule(0.125, soft_cap=3.0)
     assert 2 ** (plain.score_unit * score) == pytest.approx(math.exp(0.125 * score))
     bounded = 1 - 2 / (2 ** (capped.cap_scale * score) + 1)
@@ -78,7 +78,7 @@ def test_a_plan_places_every_token() -> None:
     ("query_lens", "seq_lens", "complaint"),
     [([1], [1, 1], "one of each"), ([0], [4], "from 1 to"), ([5], [4], "from 1 to"), ([1], [17], "widen")],
 )
-def test_a_plan_that_makes_no_sense_is_refused(query_lens: list[int], seq_lens: list[int], complaint: str) -> None:
+def test_an_invalid_plan_is_refused(query_lens: list[int], seq_lens: list[int], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         AttentionBatch.plan(query_lens, seq_lens, torch.zeros(1, 1, dtype=torch.int32), 16)
 

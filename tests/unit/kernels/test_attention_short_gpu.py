@@ -1,4 +1,4 @@
-"""Decode attention of one short sequence: against the definition, with NaN in what must not be read."""
+"""Decode attention of one short sequence against the reference, with NaN in memory that must not be read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BESIDE_A_BORDER = (1, short.KEYS - 1, short.KEYS, short.KEYS + 1, 2 * short.KEYS
 
 
 def longest(sequences: PagedSequences, most: int = LONGEST) -> AttentionBatch:
-    """As a captured step has it: the sequence may be of any length up to `most`."""
+    """Return a batch as in a captured step: the sequence may have any length up to `most`."""
     return dataclasses.replace(sequences.batch, max_seq_len=most)
 
 
@@ -94,7 +94,7 @@ def test_wide_heads_have_windows_and_caps_too(triton_device: torch.device) -> No
     check(queries(sequences, 2), sequences, soft_cap=5.0, window=150)
 
 
-def test_the_blocks_may_lie_in_any_row_of_the_tables(triton_device: torch.device) -> None:
+def test_the_sequence_may_use_any_row_of_the_block_tables(triton_device: torch.device) -> None:
     sequences = decodes(triton_device, [300])
     tables = torch.full((6, sequences.batch.block_tables.shape[1]), -(2**31), dtype=torch.int32, device=triton_device)
     tables[4] = sequences.batch.block_tables[0]
@@ -110,13 +110,13 @@ def test_padding_gives_zeros(triton_device: torch.device) -> None:
 
 
 @pytest.mark.slow
-def test_every_layer_finds_the_workspace_as_the_first_did(triton_device: torch.device) -> None:
+def test_every_layer_leaves_the_workspace_ready_for_the_next(triton_device: torch.device) -> None:
     sequences = decodes(triton_device, [700])
     q, batch = queries(sequences, 4), longest(sequences)
     assert torch.equal(attend(q, sequences, batch, layers=3), attend(q, sequences, batch))
 
 
-def test_a_chunk_in_the_same_step_goes_to_its_own_kernel(triton_device: torch.device) -> None:
+def test_a_chunk_in_the_same_step_uses_another_kernel(triton_device: torch.device) -> None:
     mixed = paged_sequences([1, 9], [300, 30])
     sequences = PagedSequences(mixed.kv.to(triton_device), on_device(mixed.batch, triton_device), mixed.query_lens)
     check(queries(sequences, 4), sequences)
@@ -132,7 +132,7 @@ def test_values_may_have_another_width_than_keys(
 
 
 def few_queries(device: torch.device, query_len: int, seq_len: int, **sizes: Any) -> PagedSequences:
-    """One sequence whose last tokens are all in this step: known to be few, not how many."""
+    """Return one sequence with its last tokens in this step; the host knows a maximum of their number only."""
     return drafted(device, [query_len], [seq_len], most=query_len, **sizes)
 
 
@@ -173,7 +173,9 @@ def test_a_few_queries_may_have_values_of_another_width(triton_device: torch.dev
 
 
 @pytest.mark.parametrize(("query_len", "seq_len"), [(1, 300), (2, 300), (3, short.KEYS + 1), (0, 0)])
-def test_a_step_may_have_fewer_queries_than_room(triton_device: torch.device, query_len: int, seq_len: int) -> None:
+def test_a_step_may_have_fewer_queries_than_the_maximum(
+    triton_device: torch.device, query_len: int, seq_len: int
+) -> None:
     sequences = few_queries(triton_device, 4, max(seq_len, 4))
     q = queries(sequences, 4)
     starts = torch.tensor([0, query_len], dtype=torch.int32, device=triton_device)
@@ -191,7 +193,7 @@ def test_a_step_may_have_fewer_queries_than_room(triton_device: torch.device, qu
     ("query_len", "num_heads", "head_dim", "plan"),
     [(17, 1, 64, DecodePlan), (9, 4, 64, None), (33, 1, 64, None), (5, 4, 256, DecodePlan)],
 )
-def test_more_queries_than_a_program_has_room_for_go_to_other_kernels(
+def test_more_queries_than_fit_a_program_use_other_kernels(
     triton_device: torch.device, query_len: int, num_heads: int, head_dim: int, plan: type | None
 ) -> None:
     sequences = few_queries(triton_device, query_len, 300, num_kv_heads=1, head_dim=head_dim, dtype=torch.float16)
@@ -203,7 +205,7 @@ def test_more_queries_than_a_program_has_room_for_go_to_other_kernels(
 @pytest.mark.parametrize(
     ("seq_lens", "num_heads", "head_dim"), [([LONGEST + 1], 4, 64), ([5, 5], 4, 64), ([5], 66, 64), ([5], 4, 144)]
 )
-def test_other_steps_are_served_by_shares(
+def test_other_steps_use_the_kernel_of_shares(
     triton_device: torch.device, seq_lens: list[int], num_heads: int, head_dim: int
 ) -> None:
     sequences = decodes(triton_device, seq_lens, head_dim=head_dim)
@@ -252,7 +254,7 @@ def test_one_short_sequence_in_bfloat16_equals_the_reference(seq_len: int, num_h
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_serves_lengths_that_came_after_it() -> None:
+def test_a_captured_graph_serves_later_lengths() -> None:
     sequences = decodes(torch.device("cuda"), [4000], dtype=torch.bfloat16, num_kv_heads=8, head_dim=128)
     clean = dataclasses.replace(sequences, kv=without_poison(sequences.kv))
     q = queries(clean, 32)

@@ -1,4 +1,4 @@
-"""Attention of few tokens, with keys split over programs: against the definition, in whatever number of splits."""
+"""Attention of few tokens with keys split over programs, against the reference, for any number of splits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton.kernels.query_tiles import SHORT_ROWS, plan_prefill  # noqa: E402
 
 pytestmark = pytest.mark.exhaustive
 
-ONE_KEY = 1  # the least that a split may have, so that short sequences are split, too
+ONE_KEY = 1  # minimum keys of a split, so that short sequences are split, too
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_cache_has_scales(triton_device: torch.device, small_splits: None) -> 
 
 
 def test_few_keys_stay_with_one_program(triton_device: torch.device) -> None:
-    """Nobody arrives, and the workspace stays poisoned: a part in it would be one program too many."""
+    """The workspace stays poisoned: only a second program would have written a part to it."""
     sequences = on_device(paged_sequences([100], [few.LEAST_KEYS], head_dim=16), triton_device)
     batch, q = sequences.batch, queries(sequences.batch, 4, 16, torch.float32)
     plan = plan_prefill(batch, 0, num_heads=4, num_kv_heads=2, head_dim=16, rows=SHORT_ROWS)
@@ -163,7 +163,7 @@ def test_padding_becomes_zero_and_changes_nothing(triton_device: torch.device, s
 
 
 @pytest.mark.slow
-def test_every_layer_finds_the_workspace_as_the_first_did(triton_device: torch.device, small_splits: None) -> None:
+def test_every_layer_leaves_the_workspace_ready_for_the_next(triton_device: torch.device, small_splits: None) -> None:
     sequences = on_device(paged_sequences([9], [300], head_dim=16), triton_device)
     q = queries(sequences.batch, 4, 16, torch.float32)
     assert torch.equal(
@@ -171,7 +171,7 @@ def test_every_layer_finds_the_workspace_as_the_first_did(triton_device: torch.d
     )
 
 
-def test_not_a_number_shows_in_its_row_and_in_no_other(triton_device: torch.device, small_splits: None) -> None:
+def test_nan_in_a_query_makes_its_row_nan_and_no_other(triton_device: torch.device, small_splits: None) -> None:
     sequences = on_device(paged_sequences([30], [300], head_dim=16), triton_device)
     q = queries(sequences.batch, 4, 16, torch.float32)
     q[7, 2, 5] = float("nan")
@@ -183,7 +183,7 @@ def test_not_a_number_shows_in_its_row_and_in_no_other(triton_device: torch.devi
 def test_steps_that_leave_no_room_for_three_splits_are_not_split(
     triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On 132 multiprocessors, with 8 KV heads: 128 tokens of one sequence are few, 192 are not."""
+    """On 132 multiprocessors with 8 KV heads, 128 tokens of one sequence are split, 192 are not."""
     monkeypatch.setattr(few, "multiprocessors", lambda device: 132)
     heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128}
 

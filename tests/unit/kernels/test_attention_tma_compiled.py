@@ -1,4 +1,4 @@
-"""The decode kernels for Hopper as they are compiled, and the caches that they read; nothing runs on a device."""
+"""The decode kernels for Hopper: their compiled code, and the caches that they read. Nothing runs on a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.kernels.attention.gpu import decode_fp8_hopper, decode_hopper, paged_
 from baton.kernels.attention.gpu.decode_plan import DecodePlan
 
 from ...helpers.aot import Compiled, compile_for_h200
-from .attention_tma_cases import KERNELS, NARROW, WIDE, asked, either_cache, rule_for
+from .attention_tma_cases import KERNELS, NARROW, WIDE, either_cache, queries_for, rule_for
 from .decode_attention_inputs import LAYER, decodes, queries
 from .kernel_checks import PagedSequences
 
@@ -43,7 +43,7 @@ def compile_fetched(
     spill_bytes: int = 0,
     **constexprs: object,
 ) -> Compiled:
-    """With the arguments `more`, and without the optional ones that are not among them."""
+    """Compile the kernel with the arguments `more`; optional arguments that are not in `more` are None."""
     fitting, is_narrow = kernel.FITTINGS.of(dim, group * num_queries), kernel is decode_fp8_hopper
     box = f"fp8e4nv[16,{dim}],NVMMASharedLayout({BOXES.format(dim, 8)})"
     if not is_narrow:
@@ -68,7 +68,7 @@ def compile_fetched(
         *((decode_fp8_hopper, dim, group, 4) for dim, group in ((64, 8), (128, 2), (128, 4), (128, 8))),
     ],
 )
-def test_programs_fit_as_often_on_a_multiprocessor_as_the_plan_says(
+def test_as_many_programs_fit_a_multiprocessor_as_the_plan_says(
     kernel: ModuleType, dim: int, group: int, num_queries: int
 ) -> None:
     more = SCALES if kernel is decode_fp8_hopper else {}
@@ -79,7 +79,7 @@ def test_programs_fit_as_often_on_a_multiprocessor_as_the_plan_says(
     assert "cp.async.bulk.tensor.2d" in compiled.ptx
     assert "mma.sync" not in compiled.ptx
     assert (compiled.shared_bytes + 1024) * fitting.programs <= 228 * 1024
-    assert -(-fitting.registers // 8) * 8 * 256 * fitting.programs <= 65536  # by eights; six warps count as eight
+    assert -(-fitting.registers // 8) * 8 * 256 * fitting.programs <= 65536  # units of eight; six warps count as eight
 
 
 @pytest.mark.slow
@@ -96,8 +96,8 @@ def test_every_option_together_spills_nothing_with_a_few_queries() -> None:
     compile_fetched(decode_fp8_hopper, {"sinks": "*fp32", **SCALES}, num_queries=4, HAS_CAP=True)
 
 
-def test_values_of_8_bits_are_loaded_by_pairs_and_no_product_is_of_8_bits() -> None:
-    """Transposing loads take 16 bits at a time; products of 8 bits add up too few."""
+def test_fp8_values_are_loaded_in_pairs_and_no_product_is_fp8() -> None:
+    """Transposing loads work on 16-bit units; FP8 tensor cores accumulate with too few bits."""
     compiled = compile_fetched(decode_fp8_hopper, {})
     loads = compiled.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans")
     assert loads >= 8
@@ -118,14 +118,14 @@ def test_values_of_8_bits_are_loaded_by_pairs_and_no_product_is_of_8_bits() -> N
     ],
     ids=str,
 )
-def test_other_caches_are_left_to_the_other_kernel(kernel: ModuleType, num_heads: int, shape: dict[str, Any]) -> None:
+def test_other_caches_are_not_served(kernel: ModuleType, num_heads: int, shape: dict[str, Any]) -> None:
     own = WIDE if kernel is decode_hopper else NARROW
     sequences = decodes(torch.device("cpu"), [40, 5], **{"dtype": own, **shape})
     assert kernel.plan_tma_decode(sequences.batch, sequences.kv, num_heads) is None
 
 
 @either_cache
-def test_either_kernel_reads_caches_of_its_width_alone(cache: torch.dtype) -> None:
+def test_each_kernel_reads_caches_of_its_dtype_only(cache: torch.dtype) -> None:
     sequences = decodes(torch.device("cpu"), [40, 5], dtype=cache)
     planning = [kernel for kernel in (decode_hopper, decode_fp8_hopper) if plan_for(kernel, sequences)]
     assert planning == [KERNELS[cache]]
@@ -138,7 +138,7 @@ def plan_for(kernel: ModuleType, sequences: PagedSequences) -> DecodePlan | None
     return plan
 
 
-def test_queries_of_another_type_and_scaled_caches_of_16_bits_are_left_to_the_other_kernel() -> None:
+def test_queries_of_another_dtype_and_scaled_caches_of_16_bits_are_not_served() -> None:
     sequences = decodes(torch.device("cpu"), [40, 5], dtype=WIDE)
     q, rule = queries(sequences, 4), AttentionRule(1.0)
     assert decode_hopper.serves(q, sequences.kv, rule)
@@ -147,9 +147,9 @@ def test_queries_of_another_type_and_scaled_caches_of_16_bits_are_left_to_the_ot
         assert not decode_hopper.serves(q, sequences.kv, dataclasses.replace(rule, **{scaled: torch.ones(1)}))
 
 
-def test_queries_of_16_bits_suit_a_cache_of_8_bits_and_no_other() -> None:
+def test_the_fp8_kernel_serves_queries_of_16_bits_and_fp8_caches_only() -> None:
     sequences = decodes(torch.device("cpu"), [40, 5], dtype=NARROW)
-    q = asked(sequences, 4)
+    q = queries_for(sequences, 4)
     assert decode_fp8_hopper.serves(q, sequences.kv)
     assert decode_fp8_hopper.serves(q.half(), sequences.kv)
     assert not decode_fp8_hopper.serves(q.float(), sequences.kv)
@@ -168,7 +168,7 @@ def test_queries_of_16_bits_suit_a_cache_of_8_bits_and_no_other() -> None:
     ],
     ids=str,
 )
-def test_a_step_on_hopper_goes_to_the_kernel_that_its_cache_and_queries_suit(
+def test_a_step_on_hopper_uses_the_kernel_that_supports_its_cache_and_queries(
     cache: torch.dtype,
     asked_in: torch.dtype,
     options: dict[str, Any],

@@ -1,4 +1,4 @@
-"""Decode kernels for Hopper, whose own warps fetch pages, against the definition, on a device."""
+"""Decode kernels for Hopper, which fetch pages by TMA in warps of their own, against the reference on a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.kernels.attention import AttentionRule, reference
 from baton.kernels.attention.gpu import paged_attention, prepare
 from baton.kernels.attention.gpu.decode_plan import DecodePlan, prepared
 
-from .attention_tma_cases import KERNELS, NARROW, WIDE, asked, either_cache, rule_for
+from .attention_tma_cases import KERNELS, NARROW, WIDE, either_cache, queries_for, rule_for
 from .decode_attention_inputs import LAYER, RAGGED, decodes, drafted, queries
 from .kernel_checks import PagedSequences, assert_as_accurate, without_poison
 
@@ -29,7 +29,7 @@ PAIRS = ((32, 8), (16, 8), (32, 4), (32, 2), (15, 5))  # query heads, KV heads
 def fetched(
     q: Tensor, sequences: PagedSequences, num_shares: int | None = None, layers: int = 1, **options: Any
 ) -> Tensor:
-    """Return what the kernel writes into a poisoned output; with `num_shares`, in so many shares."""
+    """Return what the kernel writes to a poisoned output; `num_shares` sets the number of shares."""
     kernel = KERNELS[sequences.kv.dtype]
     plan = kernel.plan_tma_decode(sequences.batch, sequences.kv, q.shape[1])
     assert plan is not None
@@ -70,7 +70,7 @@ def test_the_result_is_right_in_however_many_shares(
     cache: torch.dtype, lengths: list[int], num_shares: int | None
 ) -> None:
     sequences = on_hopper(lengths, num_kv_heads=8, dtype=cache)
-    check(asked(sequences, 32), sequences, num_shares)
+    check(queries_for(sequences, 32), sequences, num_shares)
 
 
 def drafted_on_hopper(**shape: Any) -> PagedSequences:
@@ -85,7 +85,7 @@ def drafted_on_hopper(**shape: Any) -> PagedSequences:
 @pytest.mark.parametrize("num_shares", [None, 1, 2, 5, 9, 40])
 def test_each_of_a_few_queries_sees_the_keys_up_to_its_own(cache: torch.dtype, num_shares: int | None) -> None:
     sequences = drafted_on_hopper(dtype=cache)
-    check(asked(sequences, 32), sequences, num_shares)
+    check(queries_for(sequences, 32), sequences, num_shares)
 
 
 @pytest.mark.gpu
@@ -100,7 +100,7 @@ def test_a_few_queries_of_heads_of_any_number_and_size(
     cache: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
 ) -> None:
     sequences = drafted_on_hopper(dtype=cache, head_dim=head_dim, num_kv_heads=num_kv_heads)
-    check(asked(sequences, num_heads), sequences, 7)
+    check(queries_for(sequences, num_heads), sequences, 7)
 
 
 @pytest.mark.gpu
@@ -110,16 +110,18 @@ def test_a_few_queries_of_heads_of_any_number_and_size(
 def test_a_window_begins_elsewhere_for_each_query(cache: torch.dtype, window: int, num_shares: int) -> None:
     sequences = drafted_on_hopper(dtype=cache)
     sinks = torch.linspace(-3, 3, 32, device="cuda")
-    check(asked(sequences, 32), sequences, num_shares, window=window, sinks=sinks, soft_cap=20.0)
+    check(queries_for(sequences, 32), sequences, num_shares, window=window, sinks=sinks, soft_cap=20.0)
 
 
 @pytest.mark.gpu
 @either_cache
 @pytest.mark.parametrize("num_shares", [None, 1, 9])
-def test_tokens_behind_a_few_queries_of_each_sequence_become_zero(cache: torch.dtype, num_shares: int | None) -> None:
+def test_padding_tokens_after_a_few_queries_of_each_sequence_become_zero(
+    cache: torch.dtype, num_shares: int | None
+) -> None:
     sequences = drafted_on_hopper(dtype=cache, padding=(3, 11))
     num_tokens = sum(sequences.query_lens)
-    result = fetched(asked(sequences, 32), sequences, num_shares)
+    result = fetched(queries_for(sequences, 32), sequences, num_shares)
     assert not result[num_tokens:].any()
     assert not result.isnan().any()
 
@@ -131,8 +133,8 @@ def test_tokens_behind_a_few_queries_of_each_sequence_become_zero(cache: torch.d
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), PAIRS)
 def test_heads_of_any_number_and_size(cache: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> None:
     sequences = on_hopper(LONG, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=cache)
-    check(asked(sequences, num_heads), sequences)
-    check(asked(sequences, num_heads), sequences, 7)
+    check(queries_for(sequences, num_heads), sequences)
+    check(queries_for(sequences, num_heads), sequences, 7)
 
 
 @pytest.mark.gpu
@@ -142,21 +144,21 @@ def test_heads_of_any_number_and_size(cache: torch.dtype, head_dim: int, num_hea
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_cache_of_8_bits_has_scales_or_not_and_queries_of_either_type(head_dim: int, scaled: dict[str, None]) -> None:
     sequences = on_hopper(LONG, head_dim=head_dim, dtype=NARROW)
-    check(asked(sequences, 8), sequences, 7, **scaled)
-    check(asked(sequences, 8).half(), sequences, 7, **scaled)
+    check(queries_for(sequences, 8), sequences, 7, **scaled)
+    check(queries_for(sequences, 8).half(), sequences, 7, **scaled)
 
 
 @pytest.mark.gpu
 def test_large_queries_over_a_cache_of_8_bits_lose_nothing() -> None:
-    """Products of 8 bits, which are added up in some 14 bits, are not as near."""
+    """FP8 products, which accumulate with about 14 bits, would not be accurate enough."""
     sequences = on_hopper(LONG, num_kv_heads=8, dtype=NARROW)
-    check(asked(sequences, 32).half() * 16, sequences, k_scale=None)
+    check(queries_for(sequences, 32).half() * 16, sequences, k_scale=None)
 
 
 @pytest.mark.gpu
 @either_cache
-def test_thousands_of_faint_keys_add_up(cache: torch.dtype) -> None:
-    """Each has a weight of 2^-26 of the first one's, which has no value: less than float16 tells from zero."""
+def test_thousands_of_tiny_weights_add_up(cache: torch.dtype) -> None:
+    """Each key weighs 2^-26 of the first one, whose value is 0. Float16 would round such weights to 0."""
     sequences = on_hopper([30000], dtype=cache)
     kv = torch.zeros(sequences.kv.shape, device="cuda")
     kv[:, :, LAYER, 1] = 1.0
@@ -170,7 +172,9 @@ def test_thousands_of_faint_keys_add_up(cache: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "dtype", "uses_tma"), [(256, WIDE, False), (128, torch.float32, True)])
-def test_what_does_not_suit_the_kernel_for_8_bits_is_served(head_dim: int, dtype: torch.dtype, uses_tma: bool) -> None:
+def test_steps_that_the_fp8_kernel_does_not_support_are_served(
+    head_dim: int, dtype: torch.dtype, uses_tma: bool
+) -> None:
     sequences = on_hopper(LONG, head_dim=head_dim, dtype=NARROW)
     q, rule = queries(sequences, 8, dtype), rule_for(sequences)
     batch = prepare(sequences.batch, sequences.kv, num_heads=8)
@@ -189,7 +193,7 @@ def test_what_does_not_suit_the_kernel_for_8_bits_is_served(head_dim: int, dtype
 @pytest.mark.parametrize("block_size", [8, 32, 64])
 def test_pages_of_any_size_that_a_unit_holds(cache: torch.dtype, block_size: int, head_dim: int) -> None:
     sequences = on_hopper(LONG, num_kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=cache)
-    check(asked(sequences, 8), sequences, 5)
+    check(queries_for(sequences, 8), sequences, 5)
 
 
 @pytest.mark.gpu
@@ -198,7 +202,7 @@ def test_pages_of_any_size_that_a_unit_holds(cache: torch.dtype, block_size: int
 @pytest.mark.parametrize("num_shares", [1, 7])
 def test_a_window_hides_older_keys(cache: torch.dtype, window: int, num_shares: int) -> None:
     sequences = on_hopper(LONG, dtype=cache)
-    check(asked(sequences, 8), sequences, num_shares, window=window)
+    check(queries_for(sequences, 8), sequences, num_shares, window=window)
 
 
 @pytest.mark.gpu
@@ -207,9 +211,9 @@ def test_a_window_hides_older_keys(cache: torch.dtype, window: int, num_shares: 
 def test_scores_are_capped_and_sinks_take_weight_once(cache: torch.dtype, num_shares: int) -> None:
     sequences = on_hopper(LONG, head_dim=64, dtype=cache)
     sinks = torch.tensor([0.5, -3.0, 4.0, 100.0] * 2, device="cuda")
-    check(asked(sequences, 8) * 20, sequences, num_shares, soft_cap=5.0)
-    check(asked(sequences, 8), sequences, num_shares, sinks=sinks)
-    check(asked(sequences, 8), sequences, num_shares, sinks=sinks, soft_cap=5.0, window=300)
+    check(queries_for(sequences, 8) * 20, sequences, num_shares, soft_cap=5.0)
+    check(queries_for(sequences, 8), sequences, num_shares, sinks=sinks)
+    check(queries_for(sequences, 8), sequences, num_shares, sinks=sinks, soft_cap=5.0, window=300)
 
 
 @pytest.mark.gpu
@@ -220,8 +224,8 @@ def test_parts_of_few_sequences_are_added_by_a_kernel_of_their_own(cache: torch.
     plan = KERNELS[cache].plan_tma_decode(sequences.batch, sequences.kv, 32)
     assert plan is not None
     assert plan.apart
-    check(asked(sequences, 32), sequences)
-    check(asked(sequences, 32), sequences, 33, window=2000)
+    check(queries_for(sequences, 32), sequences)
+    check(queries_for(sequences, 32), sequences, 33, window=2000)
 
 
 @pytest.mark.gpu
@@ -231,14 +235,14 @@ def test_padding_sequences_give_zeros_and_change_no_other(cache: torch.dtype, nu
     sequences = on_hopper([40, 5, 100, 7], dtype=cache)
     seq_lens = torch.tensor([40, 0, 100, 0], dtype=torch.int32, device="cuda")
     padded = dataclasses.replace(sequences, batch=dataclasses.replace(sequences.batch, seq_lens=seq_lens))
-    q = asked(sequences, 8)
+    q = queries_for(sequences, 8)
     assert not fetched(q, padded, num_shares)[[1, 3]].any()
     check(q, padded, num_shares)
 
 
 @pytest.mark.gpu
 @either_cache
-def test_sequences_may_lie_in_any_row_of_the_tables_and_queries_in_a_fused_projection(cache: torch.dtype) -> None:
+def test_sequences_may_use_any_row_of_the_block_tables_and_queries_may_be_a_view(cache: torch.dtype) -> None:
     sequences = on_hopper([40, 5, 100], dtype=cache)
     rows = torch.tensor([4, 0, 2], dtype=torch.int32, device="cuda")
     tables = torch.full((6, sequences.batch.block_tables.shape[1]), -(2**31), dtype=torch.int32, device="cuda")
@@ -251,17 +255,17 @@ def test_sequences_may_lie_in_any_row_of_the_tables_and_queries_in_a_fused_proje
 
 @pytest.mark.gpu
 @either_cache
-def test_every_layer_finds_the_workspace_as_the_first_did(cache: torch.dtype) -> None:
+def test_every_layer_leaves_the_workspace_ready_for_the_next(cache: torch.dtype) -> None:
     sequences = on_hopper(LONG, dtype=cache)
-    q = asked(sequences, 8)
+    q = queries_for(sequences, 8)
     assert torch.equal(fetched(q, sequences, 7, layers=3), fetched(q, sequences, 7))
 
 
 @pytest.mark.gpu
 @either_cache
-def test_not_a_number_in_a_query_shows_in_its_result_and_in_no_other(cache: torch.dtype) -> None:
+def test_nan_in_a_query_makes_its_result_nan_and_no_other(cache: torch.dtype) -> None:
     sequences = on_hopper([40, 5, 100], dtype=cache)
-    q = asked(sequences, 8)
+    q = queries_for(sequences, 8)
     q[2, 1, 5] = float("nan")
     spoiled = torch.zeros(3, 8, dtype=torch.bool)
     spoiled[2, 1] = True
@@ -270,11 +274,11 @@ def test_not_a_number_in_a_query_shows_in_its_result_and_in_no_other(cache: torc
 
 @pytest.mark.gpu
 @either_cache
-def test_hundreds_of_sequences_of_any_length_give_the_same_every_time(cache: torch.dtype) -> None:
+def test_hundreds_of_sequences_of_any_length_have_the_same_bits_every_time(cache: torch.dtype) -> None:
     lengths = random.Random(1)
     sequences = on_hopper([lengths.randint(1, 3000) for _ in range(300)], num_kv_heads=8, dtype=cache)
     clean = dataclasses.replace(sequences, kv=without_poison(sequences.kv))
-    q = asked(sequences, 32)
+    q = queries_for(sequences, 32)
     check(q, sequences)
     first = fetched(q, clean)
     assert all(torch.equal(fetched(q, clean), first) for _ in range(20))
@@ -283,7 +287,7 @@ def test_hundreds_of_sequences_of_any_length_give_the_same_every_time(cache: tor
 @pytest.mark.gpu
 @either_cache
 def test_the_newest_key_counts_though_it_is_written_right_before(cache: torch.dtype) -> None:
-    """Pages are fetched before the kernels ahead have ended, but not those that these write."""
+    """Kernels fetch pages before earlier kernels have ended, except the pages that those write."""
     from baton.kernels.rope_kv import rope_and_cache
 
     sequences = on_hopper([200 + 3 * i for i in range(64)], num_kv_heads=8, dtype=cache)

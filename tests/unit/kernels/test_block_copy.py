@@ -24,7 +24,7 @@ def ops(request: pytest.FixtureRequest) -> ModuleType:
 
 
 def blocks_of(count: int, heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random bits: every pattern must come through, not-a-number included."""
+    """Return random bits: the copy must keep every pattern, NaN included."""
     shape = (count, heads, 3, 2, 4, 8 * dtype.itemsize)
     return torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype).to(device)
 
@@ -76,7 +76,7 @@ def test_blocks_of_many_programs_arrive_whole(
     assert same_bits(ops.gather_blocks(kv, ids, staging, 0), kv[[1, 4]])
 
 
-def test_no_blocks_are_nothing_to_do(ops: ModuleType, triton_device: torch.device) -> None:
+def test_no_blocks_are_moved_without_error(ops: ModuleType, triton_device: torch.device) -> None:
     kv = blocks_of(2, HEADS, torch.float16, triton_device)
     before, none = kv.clone(), torch.empty(0, dtype=torch.int32, device=triton_device)
     ops.gather_blocks(kv, none, kv[:0].clone(), 0)

@@ -1,4 +1,4 @@
-"""The causal convolution: its definition, what it keeps, and C++ and Triton (interpreted without a GPU) against it."""
+"""The causal convolution: the reference and its states, and C++ and Triton (interpreted without a GPU) against it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_channels_of_any_number(channels: int, in_place: bool, triton_device: to
 
 
 @pytest.mark.slow
-def test_a_checkpoint_may_lie_where_the_state_was_read(triton_device: torch.device) -> None:
+def test_a_checkpoint_may_overwrite_the_state_that_was_read(triton_device: torch.device) -> None:
     checkpoints = [(0, 8), (1, 64), (2, 100), (2, 200)]
     step = conv_step([65, 130, 270], triton_device, checkpoints=checkpoints, in_place=False, keeps_in_source=True)
     assert set(step.batch.sources.tolist()) <= set(step.batch.checkpoints.tolist())
@@ -132,7 +132,7 @@ def test_a_checkpoint_may_lie_where_the_state_was_read(triton_device: torch.devi
 
 
 @pytest.mark.slow
-def test_a_step_of_any_mix_passes_over_what_is_not_its_own(triton_device: torch.device) -> None:
+def test_a_captured_step_of_any_mix_skips_its_padding(triton_device: torch.device) -> None:
     case = {"checkpoints": [(3, 64), (3, 80), (5, 8)], "fresh": [1, 5], "padding": 3}
     step = conv_step([1, 1, 1, 130, 1, 20], triton_device, **case)  # type: ignore[arg-type]
     assert (step.batch.least_decodes, step.batch.num_decodes.item(), step.batch.most_decodes) == (0, 3, 9)

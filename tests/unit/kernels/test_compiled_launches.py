@@ -1,4 +1,4 @@
-"""All that a step launches compiles for a GPU, at widths of heads that no other test compiles each kernel for."""
+"""All launches of a step compile for a GPU, with head dimensions that other tests do not compile each kernel for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = {
 def attend(query_lens: list[int], seq_lens: list[int], dims: tuple[int, int], window: int | None) -> None:
     from baton.kernels.attention.gpu import paged_attention, prepare
 
-    # In the process that compiles: there, too, keys are split over the programs of a whole device.
+    # This runs in the compiling process, where the device must seem to have 132 multiprocessors for keys to be split.
     sys.modules["baton.kernels.attention.gpu.prefill_split_kv"].multiprocessors = lambda device: 132  # type: ignore[attr-defined]
     head_dim, value_dim = dims
     sequences = paged_sequences(
@@ -83,7 +83,7 @@ def test_rotation_of_keys_wider_than_values_compiles(rotary_dim: int) -> None:
 
 
 def follow_drafts(per_dim: bool) -> None:
-    """Launch what the layers with states launch in a step of decodes with drafts, at the sizes of Qwen3-Next."""
+    """Launch the kernels of layers with states for a step of decodes with drafts, at the sizes of Qwen3-Next."""
     from baton.kernels.causal_conv.gpu import causal_conv
     from baton.kernels.gated_delta import DeltaDrafts, Gate
     from baton.kernels.gated_delta.gpu import gated_delta
@@ -111,6 +111,6 @@ def follow_drafts(per_dim: bool) -> None:
 
 
 @pytest.mark.parametrize("per_dim", [False, True])
-def test_what_lets_states_follow_drafts_compiles(per_dim: bool) -> None:
+def test_kernels_that_replay_drafts_compile(per_dim: bool) -> None:
     launched = compile_launches(follow_drafts, per_dim)
     assert launched == ["_replay_states", "convolve_decode_kernel", "step_tokens", "step_tokens"]

@@ -1,4 +1,4 @@
-"""Kernels that other processes compile ahead are those that a launch asks for."""
+"""A launch finds the kernels that other processes have compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ... import ROOT
 
 pytest.importorskip("triton")
 
-# A device that compiles for an H200 and launches nothing: this is about what lies in the cache.
+# The fake device compiles for an H200 and launches nothing, as these tests check the contents of the cache only.
 AHEAD = """
 import logging
 import sys
@@ -107,7 +107,7 @@ jit.mark_ready()
 
 
 def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process that does not interpret kernels, and finds those of the tests, as its own processes do."""
+    """Run the script in a process that does not interpret kernels, and that can import those of the tests."""
     folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **environment}
     environment.pop("TRITON_INTERPRET", None)
@@ -119,8 +119,8 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
-def test_a_recorded_launch_finds_what_was_compiled_for_it_and_makes_nothing_itself(tmp_path: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the fake device does not work beside a real one")
+def test_a_recorded_launch_finds_its_compiled_kernel_and_compiles_nothing_itself(tmp_path: Path) -> None:
     log = run(AHEAD, str(tmp_path), TRITON_CACHE_DIR=str(tmp_path)).stderr
     assert log.count("a kernel of no.such.module was not compiled ahead: ModuleNotFoundError") == 1, log
     assert log.count("was not compiled ahead") == 1, log
@@ -144,7 +144,7 @@ def keys(*kernels):
     return {kernel: kernel.cache_key for kernel in kernels}
 
 DependenciesFinder._update_hash = ask_before_it_has_looked
-assert keys(one, other) != keys(other, one), "which is what all this is about"
+assert keys(one, other) != keys(other, one), "the cache keys must depend on the order here, or the test shows nothing"
 compile_server.settle_cache_keys()
 assert keys(one, other) == keys(other, one)
 """
@@ -157,7 +157,7 @@ def test_the_cache_key_of_a_kernel_does_not_depend_on_which_others_were_compiled
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    """For an H200, as far as this process goes."""
+    """A compiler in a process whose Triton driver reports an H200."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -171,7 +171,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     made.close()
 
 
-def test_processes_that_end_early_are_survived(compiler: Compiler, caplog: pytest.LogCaptureFixture) -> None:
+def test_kernels_are_compiled_although_the_compile_server_has_ended(
+    compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
     compiler.process.kill()
     for _ in range(2):
         compiler.submit(Variant("no.such.module", "{}"))
@@ -180,8 +182,8 @@ def test_processes_that_end_early_are_survived(compiler: Compiler, caplog: pytes
 
 
 @pytest.mark.slow
-def test_the_processes_end_with_the_one_that_started_them(compiler: Compiler) -> None:
-    """All of them: orders end when this process does, however it does."""
+def test_the_compile_processes_end_with_the_one_that_started_them(compiler: Compiler) -> None:
+    """The compile server and its workers end at the end of their input, however this process ends."""
     compiler.submit(Variant("no.such.module", "{}"))
     compiler.wait()
     others = [*descendants(compiler.process.pid), compiler.process.pid]
@@ -196,8 +198,8 @@ def descendants(pid: int) -> list[int]:
     return [other for child in children for other in (child, *descendants(child))]
 
 
-def test_orders_are_taken_before_the_processes_are_ready_for_them(compiler: Compiler) -> None:
-    """Hundreds of variants fit the pipe, so that who records is not held up."""
+def test_variants_can_be_submitted_before_the_processes_are_ready(compiler: Compiler) -> None:
+    """The pipe holds hundreds of variants, so that recording is not delayed."""
     variant = Variant("no.such.module", json.dumps({"name": "x" * 3000}))
     compiler.process.send_signal(signal.SIGSTOP)
     submitting = threading.Thread(target=lambda: [compiler.submit(variant) for _ in range(200)], daemon=True)

@@ -1,4 +1,4 @@
-"""Byte ranges between addresses arrive whole, and nothing beside them changes."""
+"""Byte ranges are copied whole between addresses, and no other bytes change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from baton.kernels.block_copy.gpu import MAX_RANGES, copy_ranges
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # interpreted there
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU interprets the kernel
 UNIT = 16
 
 
@@ -28,7 +28,7 @@ def test_ranges_of_any_length_arrive_and_nothing_else_changes(lengths: list[int]
         start = rng.randrange(0, size - length + 1, UNIT)
         rows.append([source.data_ptr() + start, target.data_ptr() + at, length])
         expected[at : at + length] = source[start : start + length]
-        at += 2 * length  # a gap behind each
+        at += 2 * length  # a gap after each range
     table = torch.tensor([*rows, [0, 0, 0]], dtype=torch.int64, device=DEVICE)
     copy_ranges(table, len(rows))
     assert torch.equal(target, expected)

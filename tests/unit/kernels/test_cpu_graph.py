@@ -1,4 +1,4 @@
-"""A CPU graph gives what the run that it was recorded from would give."""
+"""Replaying a CPU graph computes what the recorded run would compute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GAIN = torch.randn(64).bfloat16()
 
 
 def chain(x: Tensor) -> Tensor:
-    """Float arguments, null pointers, views, and memory that is used again on the way."""
+    """Run ops with float arguments, null pointers, views, and memory that is reused in between."""
     for eps in (1e-6, 1e-3, 1e-1):
         normed, total = rms_norm(x, GAIN, eps, x)
         x, _ = rms_norm(total.unflatten(1, (2, 32)).flatten(1), GAIN, eps, normed)
@@ -80,7 +80,7 @@ def test_layers_with_states_can_be_recorded_and_find_other_slots_and_cuts_when_t
     batch.query_start.copy_(torch.tensor([0, 1, 3, 4, 5, 6, 6]))
     recording.graph.replay(5)
     answer, after = recording.answer[:5].clone(), (tails.clone(), states.clone())
-    assert torch.equal(states[6], before[1][6]), "beyond the rows of this time"
+    assert torch.equal(states[6], before[1][6]), "the replay has five rows; slot 6 is of the sixth"
     tails.copy_(before[0])
     states.copy_(before[1])
     batch.query_start[5:] = 5
@@ -89,7 +89,7 @@ def test_layers_with_states_can_be_recorded_and_find_other_slots_and_cuts_when_t
     assert torch.equal(states, after[1])
 
 
-def test_what_gemma_adds_can_be_recorded() -> None:
+def test_the_ops_of_gemma_can_be_recorded() -> None:
     """Scaled embeddings, norms and head norms in float32, capped scores under a window, GELU, capped logits."""
     table, ids, norm = torch.randn(9, 6 * 32).bfloat16(), torch.tensor([3, 8, 1]), 1 + torch.randn(6 * 32) / 10
     blocks = torch.tensor([[1, 0], [2, 0], [0, 0]], dtype=torch.int32)
@@ -141,40 +141,40 @@ def test_products_in_panels_can_be_recorded(dtype: torch.dtype) -> None:
     [
         (lambda x: x + 1, "aten.add"),
         (lambda x: x.mul_(2), "aten.mul_"),
-        (lambda x: x.T.reshape(-1), "aten."),  # says that it is a view, and copies
+        (lambda x: x.T.reshape(-1), "aten."),  # reshape is declared a view, but copies here
         (lambda x: x.to(torch.float64), "aten."),
         (lambda x: linear(x, PackedWeight(x, (32, 32), in_panels=False)), "aten."),
     ],
     ids=["sum", "in place", "reshape", "type", "a product of torch"],
 )
-def test_what_no_graph_can_repeat_is_named(run: Callable[[Tensor], Tensor], obstacle: str) -> None:
+def test_calls_that_cannot_be_replayed_are_named(run: Callable[[Tensor], Tensor], obstacle: str) -> None:
     x = torch.randn(32, 32)
     before = x.clone()
     with pytest.raises(NotRecordable, match=rf"^{obstacle}"):
         record(lambda: run(x), Workspace())
     assert torch.equal(x, before)
-    run(x)  # and all is as before
+    run(x)  # outside of a recording it works as before
 
 
-def test_a_native_function_that_takes_no_words_is_named() -> None:
+def test_a_native_function_that_cannot_be_replayed_is_named() -> None:
     weight = torch.randn(64, 64).bfloat16()
     with pytest.raises(NotRecordable, match="baton_has_linear"), CallRecorder():
         pack(weight)
 
 
-def test_memory_is_given_out_again_once_nothing_lies_in_it() -> None:
+def test_memory_is_reused_once_no_tensor_uses_it() -> None:
     workspace = Workspace()
     first = workspace.empty((100,), torch.float32)
     view, address = first[10:].view(3, 30), first.data_ptr()
     del first
     second = workspace.empty((100,), torch.float32)
-    assert second.data_ptr() != address, "a view still lies there"
+    assert second.data_ptr() != address, "a view still uses that memory"
     del view
     assert workspace.empty((128,), torch.float32).data_ptr() == address
     assert workspace.empty((0, 4), torch.bfloat16).shape == (0, 4)
 
 
-def test_an_answer_outlives_what_is_recorded_next() -> None:
+def test_an_answer_survives_later_recordings() -> None:
     workspace = Workspace()
     x, y = torch.randn(5, 64).bfloat16(), torch.randn(5, 64).bfloat16()
     first, second = record(lambda: chain(x), workspace), record(lambda: chain(y), workspace)
@@ -185,7 +185,7 @@ def test_an_answer_outlives_what_is_recorded_next() -> None:
         assert torch.equal(second.answer, chain(y))
 
 
-def test_calls_of_other_threads_are_not_noted() -> None:
+def test_calls_of_other_threads_are_not_recorded() -> None:
     x = torch.randn(5, 64).bfloat16()
     with CallRecorder() as notes:
         other = threading.Thread(target=chain, args=(x,))

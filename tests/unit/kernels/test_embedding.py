@@ -1,4 +1,4 @@
-"""Rows of a table by token id."""
+"""The embedding op: rows of a table by token id."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_rows_are_scaled_and_rounded_once(dtype: torch.dtype, width: int) -> Non
     assert torch.equal(embedding(ids, weight, 55.5), weight[ids] * 55.5)
 
 
-def test_an_id_outside_the_vocabulary_gives_no_plausible_row() -> None:
+def test_an_id_outside_the_vocabulary_has_no_plausible_row() -> None:
     weight = torch.randn(50, 24).bfloat16()
     for scale in (1.0, 2.0):
         rows = embedding(torch.tensor([-1, 3, 50]), weight, scale)

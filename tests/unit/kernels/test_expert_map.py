@@ -1,4 +1,4 @@
-"""The expert map: its definition by hand, and the kernel against the definition."""
+"""The expert map: the reference against hand-written results, and the kernel against the reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_only_counted_tokens_add_to_the_loads() -> None:
     assert table.loads.tolist() == [1, 3, 2]
 
 
-def test_numbers_that_are_no_experts_stand_for_none() -> None:
+def test_ids_that_are_no_experts_become_minus_one() -> None:
     table = table_of([[1], [0]])
     ids = torch.tensor([[2, 1], [-(2**31), 2**31 - 1]], dtype=torch.int32)
     assert map_experts(ids, table, places=range(2), counted=range(2)).tolist() == [[-1, 0], [-1, -1]]

@@ -1,4 +1,4 @@
-"""Weights and inputs in 8 bits: what is stored is near what was given, and nothing is read beyond it."""
+"""FP8 weights and inputs: quantized values are near the original ones, and nothing is read past the ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.kernels.fp8 import BLOCK, Fp8Weight, dequantize, quantize_weight, ref
 from .fp8_cases import exact_input, random_weight
 
 CPU = torch.device("cpu")
-STEP = 1 / 16  # half of the distance between two values of E4M3, relative to the lower one
+STEP = 1 / 16  # half of the distance between two neighbouring E4M3 values, relative to the lower one
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize("group", [128, 384])
-def test_an_input_that_8_bits_can_hold_comes_back_exactly(group: int) -> None:
+def test_an_input_that_fp8_can_represent_is_quantized_exactly(group: int) -> None:
     x = exact_input(5, 384, group, torch.float32, CPU)
     quantized, scale = reference.quantize(x, group)
     assert scale.shape == (384 // group, 5)
@@ -49,7 +49,7 @@ def test_an_input_that_8_bits_can_hold_comes_back_exactly(group: int) -> None:
 
 
 @pytest.mark.parametrize("in_blocks", [True, False])
-def test_the_product_is_that_of_the_values_that_8_bits_stand_for(in_blocks: bool) -> None:
+def test_the_product_is_that_of_the_dequantized_values(in_blocks: bool) -> None:
     weight = random_weight(200, 256, in_blocks=in_blocks)
     x, bias = exact_input(7, 256, 128, torch.float32, CPU), torch.randn(200)
     expected = x.double() @ weight.dequantize(torch.float64).T + bias
@@ -59,7 +59,7 @@ def test_the_product_is_that_of_the_values_that_8_bits_stand_for(in_blocks: bool
     torch.testing.assert_close(out.double(), expected, rtol=0.05, atol=1e-3 * expected.abs().max().item())
 
 
-def test_blocks_may_end_in_the_middle_of_rows_and_depth_where_a_weight_is_only_multiplied_out() -> None:
+def test_a_weight_that_is_dequantized_may_end_within_a_block() -> None:
     data = torch.randn(130, 200).to(torch.float8_e4m3fn)
     scale = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     plain = dequantize(data, scale, torch.float32)

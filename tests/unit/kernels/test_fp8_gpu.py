@@ -1,4 +1,4 @@
-"""The 8-bit kernels: interpreted, compiled for an H200, and on one."""
+"""The FP8 kernels: interpreted, compiled for an H200, and run on one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UPRIGHT: Options = {"TOKENS": 16, "COLUMNS": 32, "GROUPS": 1, "TURNED": 0, "SPLI
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("group", [128, 384])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_an_input_becomes_what_the_reference_makes_of_it(
+def test_an_input_is_quantized_as_by_the_reference(
     triton_device: torch.device, dtype: torch.dtype, group: int, strided: bool
 ) -> None:
     x = exact_input(5, 384, group, dtype, triton_device)
@@ -66,7 +66,7 @@ def test_a_depth_that_is_no_multiple_of_a_step_is_filled_with_zeros(triton_devic
 
 
 @pytest.mark.parametrize("group", [128, 384])
-def test_a_norm_goes_to_8_bits_as_the_reference_does_it(triton_device: torch.device, group: int) -> None:
+def test_a_normed_input_is_quantized_as_by_the_reference(triton_device: torch.device, group: int) -> None:
     x = torch.randn(3, 384, device=triton_device) * torch.tensor([[0.1], [1.0], [30.0]], device=triton_device)
     norm = RowNorm(torch.rand(384, device=triton_device) + 0.5, 1e-6)
     quantized, scale = quantization.quantize(x, group, norm)
@@ -74,13 +74,13 @@ def test_a_norm_goes_to_8_bits_as_the_reference_does_it(triton_device: torch.dev
     assert isinstance(normed, torch.Tensor)
     _, expected_scale = reference.quantize(normed, group)
     torch.testing.assert_close(scale, expected_scale)
-    if triton_device.type == "cuda":  # the interpreter rounds to 8 bits wrongly
+    if triton_device.type == "cuda":  # the interpreter rounds to FP8 wrongly
         values = reference.dequantize(quantized, scale)
         assert ((values - normed).abs() <= normed.abs() / 15 + expected_scale.max() * 2.0**-9).all()
 
 
 @pytest.mark.parametrize("options", [TURNED, UPRIGHT], ids=["turned and split", "upright"])
-def test_a_product_can_be_added_to_what_is_there(triton_device: torch.device, options: Options) -> None:
+def test_a_product_can_be_added_to_out(triton_device: torch.device, options: Options) -> None:
     weight = random_weight(64, 256, in_blocks=True, device=triton_device)
     quantized, scale = reference.quantize(torch.randn(3, 256, device=triton_device), BLOCK)
     before = torch.randn(3, 64, device=triton_device)
@@ -139,7 +139,7 @@ def test_a_bfloat16_layer_is_as_exact_as_the_reference(tokens: int, columns: int
     out = torch.full((tokens, columns), float("nan"), dtype=torch.bfloat16, device="cuda")
     fp8.linear(x, weight, bias, out=out)
     exact = reference.linear(x.double(), weight, bias.double())
-    # Tensor cores keep some 14 bits of an 8-bit product's sum.
+    # Tensor cores keep about 14 bits of the sum of an FP8 product.
     assert_as_accurate(out, exact, reference.linear(x, weight, bias), slack=4.0)
     before = torch.randn_like(out)
     added = fp8.linear(x, weight, bias, add_to=before.clone())

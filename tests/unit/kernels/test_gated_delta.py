@@ -1,4 +1,4 @@
-"""The definition of the gated delta rule against another one, and what CPUs run, in C++ and in torch, against it."""
+"""The reference of the gated delta rule against that of transformers; the CPU's C++ and torch against the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_the_definition_agrees_with_that_of_transformers() -> None:
     out, state = step.run(reference.gated_delta)
     g, beta = step.gate.values(torch.float32)
     initial = step.state[step.batch.sources.long()]
-    q = step.q * (SCALE * step.q.shape[2] ** 0.5)  # that one scales by the head's size; normed, it would be lost
+    # transformers scales by the head's size. The norm would remove a scale of its input.
+    q = step.q * (SCALE * step.q.shape[2] ** 0.5)
     normed_q = reference.normed(step.q, 1e-6) * (SCALE * q.shape[2] ** 0.5)
     expected, expected_state = modeling.torch_recurrent_gated_delta_rule(
         normed_q[None], reference.normed(step.k, 1e-6)[None], step.v[None], g[None], beta[None], initial, True
@@ -36,7 +37,7 @@ def test_the_definition_agrees_with_that_of_transformers() -> None:
     torch.testing.assert_close(state[step.batch.targets.long()], expected_state, atol=1e-5, rtol=1e-5)
 
 
-def test_a_decay_that_is_the_same_in_all_dimensions_is_one_a_head() -> None:
+def test_equal_decays_in_all_dimensions_equal_one_decay_per_head() -> None:
     step = delta_step([50], CPU, raw_gate=False)
     wide = step.gate.decay[..., None].expand(-1, -1, 32)
     out, state = step.run(reference.gated_delta)
@@ -55,7 +56,7 @@ def test_a_decay_that_is_the_same_in_all_dimensions_is_one_a_head() -> None:
     ("heads", "beta_scale"), [(SMALL, 1.0), (Heads(2, 2, 96, 192), 2.0), (Heads(1, 3, 16, 48), 1.0)], ids=str
 )
 @pytest.mark.parametrize("run", ON_CPUS)
-def test_prompts_give_what_single_tokens_do(
+def test_prompts_give_what_single_tokens_give(
     heads: Heads, beta_scale: float, dtype: torch.dtype, per_dim: bool, run: Callable[..., Tensor]
 ) -> None:
     case = {"heads": heads, "beta_scale": beta_scale, "fresh": [1, 5], "checkpoints": CHECKPOINTS}
@@ -65,16 +66,14 @@ def test_prompts_give_what_single_tokens_do(
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("run", ON_CPUS)
 @pytest.mark.parametrize("in_place", [True, False])
-def test_decodes_chunks_of_one_token_and_padding_may_lie_side_by_side(
-    in_place: bool, run: Callable[..., Tensor]
-) -> None:
+def test_decodes_and_chunks_of_one_token_and_padding_share_a_step(in_place: bool, run: Callable[..., Tensor]) -> None:
     case = {"checkpoints": [(3, 64), (3, 80), (4, 1)], "fresh": [1, 5], "padding": 3, "in_place": in_place}
     delta_step([1, 1, 1, 130, 1, 20], CPU, **case).check(run)  # type: ignore[arg-type]
     delta_step([5, 1, 0, 2, 3], CPU, decode_tokens=5, fresh=[3], in_place=in_place).check(run)
 
 
 @pytest.mark.parametrize("run", ON_CPUS)
-def test_a_checkpoint_may_lie_where_the_state_was_read(run: Callable[..., Tensor]) -> None:
+def test_a_checkpoint_may_overwrite_the_state_that_was_read(run: Callable[..., Tensor]) -> None:
     checkpoints = [(0, 8), (1, 64), (2, 100), (2, 200)]
     step = delta_step([65, 130, 270], CPU, checkpoints=checkpoints, in_place=False, keeps_in_source=True)
     assert set(step.batch.sources.tolist()) <= set(step.batch.checkpoints.tolist())
@@ -83,7 +82,7 @@ def test_a_checkpoint_may_lie_where_the_state_was_read(run: Callable[..., Tensor
 
 @pytest.mark.parametrize("per_dim", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_token_gives_the_same_bits_however_its_prompt_is_cut_and_beside_whatever(
+def test_a_token_gives_the_same_bits_however_its_prompt_is_cut_and_in_any_batch(
     dtype: torch.dtype, per_dim: bool, num_threads: int
 ) -> None:
     heads = Heads(2, 4, 32, 80)
@@ -101,7 +100,7 @@ def test_a_token_gives_the_same_bits_however_its_prompt_is_cut_and_beside_whatev
     assert torch.equal(state[slot], whole_state[slot])
 
 
-def test_tokens_may_lie_any_number_of_elements_apart() -> None:
+def test_tokens_may_have_any_stride() -> None:
     step = delta_step([40, 3], CPU, dtype=torch.bfloat16, in_place=False)
     wide = torch.cat([step.q.flatten(1), step.k.flatten(1), step.v.flatten(1), step.gate.decay, step.gate.beta], 1)
     *heads, decay, beta = wide.split([64, 64, 128, 4, 4], 1)
@@ -128,7 +127,7 @@ def test_tokens_may_lie_any_number_of_elements_apart() -> None:
     ],
     ids=str,
 )
-def test_torch_serves_what_is_not_compiled(
+def test_torch_serves_shapes_that_the_native_kernel_does_not(
     dtype: torch.dtype, heads: Heads, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object, **__: object) -> Tensor:
@@ -145,7 +144,7 @@ def test_torch_serves_what_is_not_compiled(
         step.run(gated_delta)
 
 
-def test_a_scale_of_beta_multiplies_what_is_written_for_a_key() -> None:
+def test_a_beta_scale_multiplies_beta() -> None:
     step = delta_step([20], CPU, beta_scale=2.0)
     out, state = step.run(reference.gated_delta)
     g, beta = Gate(step.gate.decay, step.gate.beta, step.gate.log_rate, step.gate.bias).values(torch.float32)
@@ -157,10 +156,10 @@ def test_a_scale_of_beta_multiplies_what_is_written_for_a_key() -> None:
 
 @pytest.mark.parametrize("per_dim", [False, True])
 @pytest.mark.parametrize("strength", [0.0, 50.0])
-def test_decays_may_be_nothing_or_nearly_all(per_dim: bool, strength: float) -> None:
+def test_decays_may_be_zero_or_nearly_complete(per_dim: bool, strength: float) -> None:
     step = delta_step([3, 150], CPU, per_dim=per_dim, raw_gate=False, strength=strength, norm_eps=None)
     step.check(gated_delta)
-    step.check(cpu.by_spans, slack=100.0)  # differences of sums of decays are as exact as these sums
+    step.check(cpu.by_spans, slack=100.0)  # a difference of summed decays is only as exact as the sums
 
 
 @pytest.mark.parametrize("run", [reference.gated_delta, *ON_CPUS])

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton against the definition; interpreted where there is no GPU."""
+"""The gated delta rule in Triton against the reference; interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_head_groups_and_sizes(heads: Heads, per_dim: bool, triton_device: torch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_dim", [False, True])
-def test_a_token_may_turn_the_sign_of_what_a_state_holds(per_dim: bool, triton_device: torch.device) -> None:
+def test_a_token_may_flip_the_sign_of_a_state(per_dim: bool, triton_device: torch.device) -> None:
     delta_step([1, 70], triton_device, per_dim=per_dim, beta_scale=2.0).check(gpu.gated_delta)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_dim", [False, True])
-def test_a_checkpoint_may_lie_where_the_state_was_read(per_dim: bool, triton_device: torch.device) -> None:
+def test_a_checkpoint_may_overwrite_the_state_that_was_read(per_dim: bool, triton_device: torch.device) -> None:
     checkpoints = [(0, 8), (1, 64), (2, 100), (2, 200)]
     options = {"checkpoints": checkpoints, "in_place": False, "keeps_in_source": True}
     step = delta_step([65, 130, 270], triton_device, per_dim=per_dim, **options)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_a_checkpoint_may_lie_where_the_state_was_read(per_dim: bool, triton_dev
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_dim", [False, True])
-def test_a_step_of_any_mix_passes_over_what_is_not_its_own(per_dim: bool, triton_device: torch.device) -> None:
+def test_a_captured_step_of_any_mix_skips_its_padding(per_dim: bool, triton_device: torch.device) -> None:
     case = {"checkpoints": [(3, 64), (3, 80), (5, 8)], "fresh": [1, 5], "padding": 3}
     step = delta_step([1, 1, 1, 130, 1, 20], triton_device, per_dim=per_dim, **case)  # type: ignore[arg-type]
     assert (step.batch.least_decodes, step.batch.num_decodes.item(), step.batch.most_decodes) == (0, 3, 9)
@@ -92,9 +92,9 @@ def test_a_few_tokens_go_one_by_one(per_dim: bool, triton_device: torch.device) 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_dim", [False, True])
 @pytest.mark.parametrize("strength", [0.0, 50.0])
-def test_decays_may_be_nothing_or_nearly_all(per_dim: bool, strength: float, triton_device: torch.device) -> None:
+def test_decays_may_be_zero_or_nearly_complete(per_dim: bool, strength: float, triton_device: torch.device) -> None:
     step = delta_step([1, 150], triton_device, per_dim=per_dim, raw_gate=False, strength=strength, norm_eps=None)
-    step.check(gpu.gated_delta, slack=100.0)  # differences of sums of decays are as exact as these sums
+    step.check(gpu.gated_delta, slack=100.0)  # a difference of summed decays is only as exact as the sums
 
 
 @pytest.mark.parametrize("beta", [1.0, 2.0])
@@ -103,7 +103,7 @@ def test_keys_that_are_all_the_same_do_not_blow_up(solve: int, beta: float, trit
     step = delta_step([64], triton_device, raw_gate=False, strength=0.0)
     gate = dataclasses.replace(step.gate, beta=torch.full_like(step.gate.beta, beta))
     same = dataclasses.replace(step, k=step.k[:1].expand_as(step.k).contiguous(), gate=gate)
-    # At a beta of 2 all tokens of a chunk add up with signs by turns: to what each other sum is rounded, times these.
+    # With a beta of 2 the tokens of a chunk add up with alternating signs, so rounding errors grow with their number.
     same.check(gpu.gated_delta, slack=4.0 if beta < 2 else 64.0, intra={**INTRA, "SOLVE": solve})
 
 
@@ -115,7 +115,7 @@ def test_options_change_nothing_but_the_time(heads: int, values: int, triton_dev
 
 
 @pytest.mark.slow
-def test_a_neighbour_that_is_not_a_number_stays_one(triton_device: torch.device) -> None:
+def test_nan_in_one_sequence_does_not_reach_others(triton_device: torch.device) -> None:
     step = delta_step([1, 40, 70], triton_device)
     clean, clean_state = step.run(gpu.gated_delta)
     for x in (step.q, step.k, step.v):
@@ -136,7 +136,7 @@ def test_padding_of_a_captured_graph_reads_and_writes_nothing(per_dim: bool, tri
 
 
 @pytest.mark.slow
-def test_views_of_one_tensor_are_read_where_they_lie(triton_device: torch.device) -> None:
+def test_inputs_may_be_views_of_one_tensor(triton_device: torch.device) -> None:
     step = delta_step([1, 70], triton_device)
     tokens = len(step.q)
     packed = torch.cat([x.reshape(tokens, -1) for x in (step.q, step.k, step.v)], 1)
@@ -155,7 +155,7 @@ def test_views_of_one_tensor_are_read_where_they_lie(triton_device: torch.device
 
 
 @pytest.mark.slow
-def test_whole_or_in_pieces_or_token_by_token(triton_device: torch.device) -> None:
+def test_a_prompt_gives_the_same_whole_or_in_chunks_or_token_by_token(triton_device: torch.device) -> None:
     step = delta_step([135], triton_device)
     exact, exact_state = step.converted(torch.float64).run(reference.gated_delta)
     slot = step.batch.sources.tolist()
@@ -221,7 +221,7 @@ def compiled(
 
 
 @pytest.mark.slow
-def test_what_chunks_know_of_themselves_is_computed_on_tensor_cores() -> None:
+def test_the_intra_chunk_kernel_runs_on_tensor_cores() -> None:
     made = compiled(intra.intra_chunk, INTRA)
     assert made.wgmma
     assert made.widest_load_bytes == 16
@@ -229,10 +229,10 @@ def test_what_chunks_know_of_themselves_is_computed_on_tensor_cores() -> None:
 
 
 @pytest.mark.slow
-def test_so_is_what_they_know_with_decays_a_dimension() -> None:
+def test_the_intra_chunk_kernel_of_decays_per_dimension_runs_on_tensor_cores() -> None:
     words = {"GROUP": 1, "LEVELS": 6}
     made = compiled(intra_per_dim.intra_chunk_per_dim, INTRA_PER_DIM, max_spill_bytes=192, **words)
-    assert made.ptx.count("wgmma.mma_async") < 100  # its levels are a loop
+    assert made.ptx.count("wgmma.mma_async") < 100  # the levels are a loop, not unrolled
 
 
 @pytest.mark.parametrize("num_places", [0, 7])
@@ -250,7 +250,7 @@ def test_the_scan_runs_on_tensor_cores() -> None:
     assert compiled(scan.scan_chunks, WIDE_SCAN, max_spill_bytes=64, PER_DIM=False, write_keys=None).wgmma
 
 
-def test_heads_of_no_power_of_two_are_computed_as_others_are() -> None:
+def test_head_dimensions_of_no_power_of_two_run_on_tensor_cores() -> None:
     sizes = {"NUM_HEADS": 30, "GROUP": 1, "KEY_DIM": 96, "VALUE_DIM": 192, "BETA_SCALE": 2.0}
     shape = Shape(30, 1, 96, 192, per_dim=False)
     made = compiled(intra.intra_chunk, INTRA, **sizes)
@@ -287,7 +287,7 @@ def test_bfloat16_on_the_device(values: int, per_dim: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_heads_of_no_power_of_two_on_the_device() -> None:
+def test_head_dimensions_of_no_power_of_two_on_the_device() -> None:
     case = {"heads": OLMO, "beta_scale": 2.0, "fresh": [1, 5], "checkpoints": [*CHECKPOINTS, (7, 512)]}
     step = delta_step([*RAGGED, 700], torch.device("cuda"), dtype=torch.bfloat16, **case)  # type: ignore[arg-type]
     step.check(gpu.gated_delta)
@@ -307,7 +307,7 @@ def test_slots_past_4_gib_are_found(lengths: list[int]) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_serves_slots_that_came_after_it() -> None:
+def test_a_captured_graph_serves_later_slots() -> None:
     step = delta_step([1] * 8, torch.device("cuda"), heads=QWEN, dtype=torch.bfloat16)
     state = step.state.nan_to_num(0.5)
 

@@ -12,7 +12,7 @@ import pytest
 KERNELS = Path(__file__).parents[3] / "kernels"
 OPS = sorted(f"baton.kernels.{init.parent.name}" for init in KERNELS.glob("*/__init__.py"))
 
-# Importing Triton or starting any program fails, as on a machine that has neither Triton nor a compiler.
+# Importing Triton and starting programs fail, as on a machine with neither Triton nor a compiler.
 SCRIPT = """
 import importlib, subprocess, sys
 sys.modules["triton"] = None

@@ -1,4 +1,4 @@
-"""Compilations are counted, and those that come too late are named."""
+"""Compilations are counted, and those after the engine is ready are reported by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ knobs = pytest.importorskip("triton").knobs
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> CompilationWatch:
-    """A watch that has just begun, the only one in this process."""
+    """A watch that has just started, the only one in this process."""
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
     monkeypatch.setattr(knobs.cache, "manager_class", None)
     watch = CompilationWatch()
@@ -24,7 +24,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> CompilationWatch:
 
 
 def compile(name: str) -> None:
-    """Tell whoever watches that Triton has compiled a kernel of this name."""
+    """Call Triton's hook as after the compilation of a kernel of this name."""
     knobs.runtime.jit_post_compile_hook(key="key", repr=name, fn=None, compile={})
 
 
@@ -57,7 +57,7 @@ def test_a_further_engine_may_compile_while_it_starts_and_late_ones_stay_counted
     assert watch.compilations_after_ready() == 2
 
 
-def test_watching_twice_counts_once_and_keeps_the_hook_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_twice_counts_once_and_keeps_the_previous_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(knobs.cache, "manager_class", None)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **event: seen.append(event["repr"]))

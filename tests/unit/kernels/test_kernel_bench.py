@@ -37,7 +37,7 @@ def test_an_op_without_a_bench_is_refused_by_name() -> None:
         bench.run_all(["atention"])
 
 
-def test_a_row_says_how_far_from_the_nearer_roof_an_op_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_shows_how_far_an_op_is_from_the_nearer_roof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "memory_bytes_per_s", lambda device: 10e9)
     monkeypatch.setattr(roofline, "flop_per_s", lambda dtype, device: 100e9)
     monkeypatch.setattr(roofline, "seconds_per_call", lambda run, device: 2e-3)
@@ -67,7 +67,7 @@ def test_the_table_holds_every_case_of_an_op(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_captured_graph_is_what_runs() -> None:
+def test_on_a_gpu_the_bench_runs_a_captured_graph() -> None:
     x = torch.zeros(1 << 20, device="cuda")
     calls: list[None] = []
 
@@ -79,7 +79,7 @@ def test_on_a_gpu_a_captured_graph_is_what_runs() -> None:
     assert x[0].item() > 2 * len(calls)
 
 
-def test_what_is_read_for_the_roof_is_read(triton_device: torch.device) -> None:
+def test_the_bandwidth_kernel_reads_all_of_its_buffer(triton_device: torch.device) -> None:
     streaming = pytest.importorskip("baton.kernels.streaming")
     source = torch.rand(3 * streaming.BLOCK, device=triton_device)
     torch.testing.assert_close(streaming.read(source), source.view(3, -1).sum(1))

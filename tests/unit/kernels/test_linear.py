@@ -92,7 +92,7 @@ def test_gate_and_up_are_one_product(dtype: torch.dtype, with_norm: bool, activa
     assert_as_accurate(out, expected(torch.float64), expected(dtype))
 
 
-def test_a_result_goes_where_it_is_wanted() -> None:
+def test_a_result_is_written_to_out_or_added_in_place() -> None:
     x, packed, out = torch.randn(5, 64), pack(torch.randn(48, 64)), torch.full((5, 48), float("nan"))
     assert linear(x, packed, out=out) is out
     assert torch.equal(out, linear(x, packed))

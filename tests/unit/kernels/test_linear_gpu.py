@@ -1,4 +1,4 @@
-"""Linear layers in Triton: interpreted in CI, compiled where there is a GPU."""
+"""Linear layers in Triton: interpreted in CI, compiled on machines with a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EPS = 1e-5
 
 
 class Layer:
-    """Random operands in `dtype` and what the definition makes of them in float64."""
+    """Random operands in `dtype`, and the reference's result of them in float64."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Layer:
             options={**options, **others},
         )
         assert add_to is None or result is add_to
-        # In float32 the order of the sums is what differs: there is no rounding of the result to hide it.
+        # In float32 the sums' order makes a visible difference, as no rounding of the result hides it.
         is_float32 = self.x.dtype == torch.float32
         expected, same_precision = self.expected(torch.float64), self.expected(self.x.dtype)
         assert_as_accurate(result, expected, same_precision, 4.0 if is_float32 else 2.0, terms=self.terms * is_float32)
@@ -86,7 +86,7 @@ class Layer:
 
     @property
     def terms(self) -> float:
-        """The largest sum of the absolute values that an element of the product adds up."""
+        """The largest sum of absolute values over the terms of an element of the product."""
         x = self.x.double()
         if self.norm is not None:
             x = cast(Tensor, rms_norm(x, self.norm.weight.double(), EPS))
@@ -106,7 +106,7 @@ EVERYTHING = [
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("options", [FEW, TILES, LIBRARY], ids=["few", "tiles", "library"])
 @pytest.mark.parametrize("extras", [*EXTRAS, *EVERYTHING], ids=str)
-def test_what_stands_around_the_product(
+def test_norms_and_activations_and_biases_and_sums_around_a_product(
     options: dict[str, int], extras: dict[str, Any], triton_device: torch.device
 ) -> None:
     Layer(triton_device, torch.float16, (2, 24, 256), **extras).check(options)
@@ -150,7 +150,7 @@ def test_tiles_of_any_number_of_tokens(tokens: int, triton_device: torch.device)
     Layer(triton_device, torch.float16, (tokens, 24, 128), add=True).check(TILES)
 
 
-def test_a_result_goes_where_it_is_wanted(triton_device: torch.device) -> None:
+def test_a_result_is_written_to_out_or_added_in_place(triton_device: torch.device) -> None:
     layer = Layer(triton_device, torch.float16, (2, 16, 128))
     expected = layer.check(LIBRARY)
     for options in (FEW, TILES, LIBRARY):
@@ -170,7 +170,7 @@ def test_tokens_may_be_a_view_with_a_stride(triton_device: torch.device) -> None
         layer.check(options)
 
 
-def test_the_library_serves_what_the_kernels_do_not(triton_device: torch.device) -> None:
+def test_the_library_serves_shapes_that_the_kernels_do_not(triton_device: torch.device) -> None:
     cases = [
         Layer(triton_device, torch.float32, (2, 8, 100)),
         Layer(triton_device, torch.float32, (5, 8, 128)),
@@ -184,7 +184,7 @@ def test_the_library_serves_what_the_kernels_do_not(triton_device: torch.device)
 
 @pytest.fixture
 def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Options are asked for as on the device that the library was tuned for."""
+    """A device whose options are those tuned for an H200."""
     monkeypatch.setattr(tuned, "device_name", lambda device: "NVIDIA_H200")
     tuned.forget()
     yield torch.device("cuda", 0)
@@ -209,21 +209,21 @@ STRIDES = {"x_stride": "i32:16", "out_stride": "i32:16"}
 
 
 def of_activation(name: str) -> dict[str, Any]:
-    """Constants of a kernel whose products go through an activation, and its columns: 8 rows of the weight."""
+    """Return constants of a kernel that applies an activation to its products, with columns of 8 rows of the weight."""
     gated = name in [activation.value for activation in Activation]
     return {"ACTIVATION": name, "GATED": gated, "ADD": False, "bias": None, "BLOCK_N": 4 if gated else 8}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("activation", "norm"), [("silu", "*bf16"), ("gelu_tanh", "*fp32"), ("relu2", "*bf16")])
-def test_weights_of_few_tokens_are_asked_for_before_the_input_is_there(activation: str, norm: str) -> None:
+def test_weights_are_loaded_before_the_wait_for_the_input_of_few_tokens(activation: str, norm: str) -> None:
     types = {**BFLOAT16, **STRIDES, "norm": norm, "eps": "fp32"}
     steps = {"BLOCK_K": 1024, "PRELOAD": 2, "PREFETCH": True, "THREAD": 8}
     for tokens in (1, 2, 4):
         constants = {"COLUMNS": 3072, "DEPTH": 4096, "TOKENS": tokens, **steps, **of_activation(activation)}
         compiled = compile_for_h200(gemv.gemv_kernel, types, constants, num_warps=4)
         before, after = compiled.ptx.split("griddepcontrol.wait")
-        assert before.count("ld.global.v4") == 2 * 8, "of 8 rows, two steps"
+        assert before.count("ld.global.v4") == 2 * 8, "two steps of 8 rows are loaded before the wait"
         assert "prefetch.global.L2" in before
         assert "ld.global" in after
 
@@ -273,10 +273,10 @@ def test_weights_past_4_gib_are_found(options: dict[str, int]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 4, 16, 64])
-def test_kernels_that_start_early_in_a_graph_give_what_they_give_one_by_one(
+def test_kernels_that_start_early_in_a_graph_give_the_same_as_one_by_one(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chain in which every kernel reads what the one before wrote, and adds to what the one before that read."""
+    """In this chain every kernel reads the previous kernel's output, and adds to that kernel's input."""
     layers = [
         (
             Layer("cuda", torch.bfloat16, (1, 3072, 1024), gated=True, with_norm=True),

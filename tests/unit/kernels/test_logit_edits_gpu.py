@@ -1,4 +1,4 @@
-"""Edits of logits before sampling in Triton, interpreted on a CPU or compiled on a GPU: those of the reference."""
+"""Edits of logits before sampling in Triton, interpreted on a CPU or compiled on a GPU, against the reference."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_penalties_count_as_in_the_reference(
         history=TokenHistory(*(part.to(triton_device) for part in (history.token_ids, history.rows, prompt_lens))),
     )
     before = logits.to(triton_device)
-    for _ in range(2):  # counts are taken out again: a second step starts from zero
+    for _ in range(2):  # the workspace's counts are reset, so a second step starts from zero
         assert gpu.edit_logits(before, moved).cpu().equal(expected)
-    assert before.cpu().equal(logits), "logits stay as they are"
+    assert before.cpu().equal(logits), "the caller's logits must not change"
 
 
 def test_the_other_edits_come_before_penalties(triton_device: torch.device) -> None:
@@ -90,7 +90,7 @@ def test_the_other_edits_come_before_penalties(triton_device: torch.device) -> N
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 33, 1024, 2500])
-def test_masks_leave_what_they_allow(triton_device: torch.device, vocab_size: int) -> None:
+def test_masks_keep_the_logits_of_allowed_tokens(triton_device: torch.device, vocab_size: int) -> None:
     from baton.kernels.sampling import gpu
 
     generator = torch.Generator().manual_seed(vocab_size)
@@ -104,7 +104,7 @@ def test_masks_leave_what_they_allow(triton_device: torch.device, vocab_size: in
     edited = gpu.edit_logits(before, on_device).cpu()
     assert edited.allclose(reference.edit_logits(logits.float(), batch), rtol=0, atol=0, equal_nan=True)
     assert edited.isneginf().any()
-    assert before.cpu().allclose(logits, equal_nan=True), "logits stay as they are"
+    assert before.cpu().allclose(logits, equal_nan=True), "the caller's logits must not change"
 
 
 def test_a_mask_of_another_shape_is_refused(triton_device: torch.device) -> None:
@@ -134,11 +134,11 @@ def test_masks_compile_for_an_h200() -> None:
     signature = {"rows_ptr": "*i64", "bits_ptr": "*i32", "logits_ptr": "*fp32"}
     numbers = {"num_words": "i32", "logits_stride": "i32:16", "vocab_size": "i32:16"}
     compiled = compile_for_h200(logit_edits.keep_allowed_kernel, {**signature, **numbers}, {})
-    assert "ld.global.f32" not in compiled.ptx, "logits are only written"
+    assert "ld.global.f32" not in compiled.ptx, "the kernel must write logits without reading them"
 
 
 @pytest.mark.gpu
-def test_masked_rows_may_lie_beyond_four_gibibytes() -> None:
+def test_masked_rows_may_start_beyond_four_gibibytes() -> None:
     from baton.kernels.sampling.gpu.logit_edits import keep_allowed
 
     stride = 2**30 + 64  # elements: the third row starts beyond 2**31 of them
@@ -152,7 +152,7 @@ def test_masked_rows_may_lie_beyond_four_gibibytes() -> None:
 
 
 @pytest.mark.gpu
-def test_histories_may_lie_beyond_four_gibibytes() -> None:
+def test_histories_may_start_beyond_four_gibibytes() -> None:
     from baton.kernels.sampling import gpu
 
     capacity = 2**28 + 16

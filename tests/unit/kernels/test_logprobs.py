@@ -59,9 +59,9 @@ def test_impossible_tokens_have_minus_infinity(token_logprobs: TokenLogprobs) ->
     torch.testing.assert_close(top_logprobs, torch.tensor([[0.5, 0.5, 0.0]]).log())
 
 
-def test_rows_may_lie_beyond_four_gibibytes_and_apart() -> None:
+def test_rows_may_start_beyond_four_gibibytes_and_have_gaps() -> None:
     stride = 2**30 + 64  # floats
-    wide = torch.empty(stride + 100)  # only the pages that are written to take memory
+    wide = torch.empty(stride + 100)  # takes memory only for pages that are written
     logits = wide.as_strided((2, 100), (stride, 1))
     logits[:] = torch.randn(2, 100)
     token_ids = torch.tensor([7, 99])
@@ -95,7 +95,7 @@ def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(ours, theirs)
 
 
-def test_what_does_not_fit_the_logits_is_refused() -> None:
+def test_arguments_that_do_not_fit_the_logits_are_refused() -> None:
     logits = torch.zeros(2, 5)
     with pytest.raises(ValueError, match="one id a row"):
         logprobs.token_logprobs(logits, torch.tensor([1]), 1)

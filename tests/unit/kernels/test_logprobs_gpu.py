@@ -29,7 +29,7 @@ def ours(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Ten
 
 
 def assert_right(logits: Tensor, k: int) -> None:
-    """Values are near those of float64, ranks and the best tokens are exact."""
+    """Check that values are near those of float64, and that ranks and the best tokens are exact."""
     generator = torch.Generator().manual_seed(k)
     token_ids = torch.randint(logits.shape[1], (len(logits),), generator=generator).to(logits.device)
     chosen, rank, top_ids, top_logprobs = ours(logits, token_ids, k)
@@ -39,7 +39,7 @@ def assert_right(logits: Tensor, k: int) -> None:
     torch.testing.assert_close(top_logprobs.double(), exact[3].double(), atol=tolerance, rtol=0)
     assert rank.equal(exact[1])
     assert (chosen.dtype, rank.dtype, top_ids.dtype) == (torch.float32, torch.int64, torch.int64)
-    assert logits.gather(1, top_ids).equal(logits.gather(1, exact[2])), "of equal logits any may come"
+    assert logits.gather(1, top_ids).equal(logits.gather(1, exact[2])), "any of several equal logits may come"
     assert all(len(set(row)) == k for row in top_ids.tolist())
 
 
@@ -118,7 +118,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_rows_may_lie_beyond_four_gibibytes() -> None:
+def test_rows_may_start_beyond_four_gibibytes() -> None:
     stride = 2**30 + 64  # elements: the third row starts beyond 2**31 of them
     wide = torch.empty(2 * stride + 300, dtype=torch.bfloat16, device="cuda")
     logits = wide.as_strided((3, 300), (stride, 1))

@@ -1,4 +1,4 @@
-"""The MLA kernels as they are compiled for an H200."""
+"""The MLA kernels, compiled for an H200."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBERS = dict.fromkeys(("items_ptr", "starts_ptr", "shares_ptr", "tables_ptr", 
 
 
 def signature(kernel: Any, constexprs: dict[str, object], **others: str) -> dict[str, str]:
-    """Types of a kernel's arguments by their names: tensors are bfloat16 unless `NUMBERS` knows better."""
+    """Return the types of a kernel's arguments by name. Those that are not in `NUMBERS` are bfloat16 tensors."""
     names = [name for name in kernel.arg_names if name not in constexprs]
     known = {**NUMBERS, **others}
     plain = {name: "*bf16" if name.endswith("_ptr") else "i32:16" if "stride" in name else "i32" for name in names}
@@ -38,7 +38,7 @@ def test_latents_and_rotated_pairs_are_read_and_written_side_by_side() -> None:
     compiled = compile_for_h200(kernel, signature(kernel, constexprs, **types), constexprs, num_warps=4)
     assert compiled.widest_load_bytes == 16
     narrow = re.findall(r"(?:ld|st)\.global[\w.:]*\.b16 ", compiled.ptx)
-    assert narrow == ["st.global.b16 "]  # the key part, which has fewer values than there are threads
+    assert narrow == ["st.global.b16 "]  # the key's rotary part has fewer values than there are threads
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_pages_are_read_16_bytes_at_a_time_and_ahead_of_their_use(rows: int, num
         constexprs,
         num_warps=8,
         num_stages=num_stages,
-        max_spill_bytes=700,  # addresses that are needed once an item
+        max_spill_bytes=700,  # addresses that are needed once per item
     )
     assert compiled.widest_load_bytes == 16
     assert "cp.async" in compiled.ptx
@@ -81,7 +81,7 @@ BOXES = "swizzle_byte_width=128, element_bitwidth=16, rank={}, transposed=False,
 
 
 def boxes(*shape: int) -> str:
-    """The type of a tensor that the copy engine reads in boxes of this shape, for Gluon."""
+    """Return the type of a tensor descriptor with boxes of this shape, for TMA in Gluon."""
     return f"tensordesc<bf16[{','.join(map(str, shape))}],NVMMASharedLayout({BOXES.format(len(shape))})>"
 
 
@@ -110,7 +110,7 @@ def test_on_hopper_the_copy_engine_fetches_and_a_program_leaves_registers_to_oth
 @pytest.mark.slow
 @pytest.mark.parametrize(("queries", "heads"), [(4, 16), (1, 64)])
 def test_on_hopper_two_warp_groups_hold_the_sums_of_several_queries(queries: int, heads: int) -> None:
-    compiled_for_hopper(queries, heads, True, absorbed_hopper.WIDE_REGISTERS, 128)  # once an item
+    compiled_for_hopper(queries, heads, True, absorbed_hopper.WIDE_REGISTERS, 128)  # spills happen once per item
 
 
 def compiled_for_hopper(queries: int, heads: int, apart: bool, registers: int, max_spill_bytes: int) -> Compiled:

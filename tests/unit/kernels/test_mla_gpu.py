@@ -1,4 +1,4 @@
-"""Latent attention in Triton against the definition; interpreted where there is no GPU."""
+"""Latent attention in Triton against the reference; interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_queries_may_be_a_view_into_a_fused_projection(triton_device: torch.devi
 
 
 def items_of(query_lens: Sequence[int], seq_lens: Sequence[int], singles: bool, queries: int) -> list[list[int]]:
-    """[first token, how many, keys that the first sees, table row] of every item, counted on the host."""
+    """Return [first token, number of tokens, keys of the first token, table row] of every item, from the host."""
     first_tokens = itertools.accumulate(query_lens, initial=0)
     return [
         [token + query, min(queries, length - query), seq_len - length + query + 1, seq]
@@ -93,7 +93,7 @@ def items_of(query_lens: Sequence[int], seq_lens: Sequence[int], singles: bool, 
 
 @pytest.mark.parametrize("singles", [False, True])
 @pytest.mark.parametrize("num_programs", [6, 300])
-def test_every_tile_is_dealt_once_and_shares_differ_by_one_at_most(
+def test_every_tile_is_in_one_share_and_shares_differ_by_one_at_most(
     singles: bool, num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
@@ -117,7 +117,7 @@ def test_every_tile_is_dealt_once_and_shares_differ_by_one_at_most(
 
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("num_programs", [6, 3000])
-def test_no_part_has_arrived_of_any_group_of_heads(
+def test_counters_of_arrivals_start_at_zero_for_every_group_of_heads(
     num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
@@ -131,7 +131,7 @@ def test_no_part_has_arrived_of_any_group_of_heads(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slack", [0, 100])
-def test_long_prompts_are_spelt_out_beside_decodes(
+def test_long_prompts_are_expanded_beside_decodes(
     slack: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expanded, "LEAST_QUERIES", 16)
@@ -143,7 +143,7 @@ def test_long_prompts_are_spelt_out_beside_decodes(
     step.check(gpu.mla_attention(step.q, step.kv, LAYER, batch, step.up, scale=SCALE))
 
 
-def test_chunks_too_short_or_contexts_too_long_to_spell_out_stay_absorbed(triton_device: torch.device) -> None:
+def test_chunks_too_short_or_contexts_too_long_to_expand_stay_absorbed(triton_device: torch.device) -> None:
     batch = latent_step([1, 130, 130], [5, 200, 130], triton_device, num_kv_tokens=330).batch
     assert expanded.pays_to_expand(batch)
     assert not expanded.pays_to_expand(dataclasses.replace(batch, num_kv_tokens=None))
@@ -153,7 +153,7 @@ def test_chunks_too_short_or_contexts_too_long_to_spell_out_stay_absorbed(triton
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_latents_are_normed_and_cached_and_what_carries_positions_is_rotated(
+def test_latents_are_normed_and_cached_and_rotary_parts_are_rotated(
     dtype: torch.dtype, triton_device: torch.device
 ) -> None:
     check_write(write(triton_device, dtype))

@@ -1,4 +1,4 @@
-"""The MLA kernels on a GPU: bfloat16, parts that are added up, writes before reads, blocks past 4 GiB, graphs."""
+"""The MLA kernels on a GPU: bfloat16, sums of parts, writes before reads, blocks past 4 GiB, graphs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_bfloat16_on_the_device(lengths: str, num_heads: int) -> None:
     step.check(step.attend(gpu.prepare, gpu.mla_attention))
 
 
-FEW = [5000, 1, 700]  # whose parts are added by a kernel of its own
-MANY = LENGTHS["decodes"][1]  # ... by the program that comes last
+FEW = [5000, 1, 700]  # a separate kernel adds up the parts
+MANY = LENGTHS["decodes"][1]  # the program that finishes last adds up the parts
 UNEVEN = random.Random(1).choices(range(1, 1000), k=150)
 
 
@@ -64,7 +64,7 @@ def test_parts_are_added_up_however_many_there_are(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [5, 16, 40, 128])
 @pytest.mark.parametrize("seq_lens", [FEW, MANY, UNEVEN], ids=["few", "many", "uneven"])
-def test_every_layer_and_every_time_gives_the_same(seq_lens: list[int], num_heads: int) -> None:
+def test_repeated_calls_with_one_plan_give_the_same_bits(seq_lens: list[int], num_heads: int) -> None:
     step = on_hopper([1] * len(seq_lens), seq_lens, num_heads)
     batch = gpu.prepare(step.batch, num_heads=num_heads, head_dim=step.q.shape[2])
     results = [gpu.mla_attention(step.q, step.kv, LAYER, batch, step.up, scale=SCALE) for _ in range(20)]
@@ -74,7 +74,7 @@ def test_every_layer_and_every_time_gives_the_same(seq_lens: list[int], num_head
 
 
 def tokens_of(step: LatentStep) -> Write:
-    """Their latents, to be written by `latent_and_cache`; positions turn nothing."""
+    """Return the latents of a step's tokens, for `latent_and_cache` to write. Their rotation is by an angle of 0."""
     compressed = torch.randn(len(step.q), step.kv.shape[5], device="cuda").bfloat16()
     angles = torch.zeros(10000, DEEPSEEK_V2_LITE.rope // 2, device="cuda")
     norm = torch.ones(step.up.rank, dtype=torch.bfloat16, device="cuda")
@@ -82,7 +82,7 @@ def tokens_of(step: LatentStep) -> Write:
 
 
 def check_step_by_step(tokens: Write) -> None:
-    """Each time with other latents, right behind each other: what is read too early is of the time before."""
+    """Write and read other latents in each of many rounds, without a pause. A read that is too early gets old ones."""
     step = tokens.step
     kv = without_poison(step.kv)
     batch = gpu.prepare(step.batch, num_heads=step.q.shape[1], head_dim=step.q.shape[2])
@@ -99,7 +99,7 @@ def check_step_by_step(tokens: Write) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [8, 64])
 def test_the_newest_latent_counts_though_it_is_written_right_before(count: int) -> None:
-    """Pages are fetched before the kernels ahead have ended, but not those that these write."""
+    """Kernels fetch pages before earlier kernels have ended, except the pages that those write."""
     check_step_by_step(tokens_of(on_hopper([1] * count, [200 + 3 * index for index in range(count)])))
 
 
@@ -147,7 +147,7 @@ def test_blocks_past_4_gib_are_written() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_serves_lengths_that_came_after_it() -> None:
+def test_a_captured_graph_serves_later_lengths() -> None:
     device = torch.device("cuda")
     query_lens, seq_lens, _ = LENGTHS["chunks"]
     step = padded(latent_step(query_lens, seq_lens, device, shape=DEEPSEEK_V2_LITE, dtype=torch.bfloat16), 30)
@@ -156,7 +156,7 @@ def test_a_captured_graph_serves_lengths_that_came_after_it() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = step.attend(gpu.prepare, gpu.mla_attention)
-    # A sequence is no shorter than its queries are many. Only padding, which has none, is of length 0.
+    # A sequence is at least as long as its number of queries. Only padding, which has none, has length 0.
     for lengths in (seq_lens, [1, 30, 1000, 130, 70], [900, 1, 7, 131, 64]):
         step.batch.seq_lens[: len(lengths)] = torch.tensor(lengths, device=device)
         graph.replay()

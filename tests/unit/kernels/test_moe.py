@@ -57,7 +57,7 @@ def test_experts_come_from_the_best_groups_only(group_score: str, expected: list
     assert route(logits, rule)[0].tolist() == [expected]
 
 
-def test_padding_goes_to_no_expert() -> None:
+def test_padding_has_no_experts() -> None:
     expert_ids, weights = route(torch.randn(3, 4), RoutingRule(2), slots=torch.tensor([5, -1, 0]))
     assert (expert_ids >= 0).tolist() == [[True, True], [False, False], [True, True]]
     assert weights[1].tolist() == [0.0, 0.0]
@@ -94,7 +94,7 @@ def test_experts_equal_their_definition(
     case = replace(case.to(dtype), weights=case.weights)
     exact = reference.fused_experts(*case.to(torch.float64).inputs)
     *inputs, add_to = case.inputs
-    # Torch's products in a short type round what each expert gives; the reference rounds only the sum.
+    # In 16 bits torch rounds the output of each expert; the reference rounds the sum only.
     result, expected = fused_experts(*inputs, add_to=add_to), reference.fused_experts(*case.inputs)
     assert_as_accurate(result, exact, expected, slack=2.0 if dtype == torch.float32 else 4.0)
 
@@ -150,7 +150,7 @@ def test_an_activation_with_limits_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize(("hidden_size", "width", "gated"), [(256, 128, True), (144, 200, True), (144, 200, False)])
-def test_experts_in_8_bits_are_what_their_bits_and_scales_say(hidden_size: int, width: int, gated: bool) -> None:
+def test_fp8_experts_equal_their_dequantized_weights(hidden_size: int, width: int, gated: bool) -> None:
     case = mixture(9, 3, 2, hidden_size, width, gated=gated)
     parts = case.experts.parts
     narrow = in_8_bits(case.experts)
@@ -175,7 +175,7 @@ def test_experts_in_8_bits_are_what_their_bits_and_scales_say(hidden_size: int, 
         replace(narrow, down_scale=narrow.down_scale[:, :, :-1])
 
 
-def test_what_the_experts_give_is_added_in_place() -> None:
+def test_the_output_of_experts_is_added_in_place() -> None:
     case = mixture(5, 3, 2, 16, 8)
     *inputs, add_to = case.inputs
     assert fused_experts(*inputs, add_to=add_to) is add_to

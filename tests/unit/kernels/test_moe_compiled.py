@@ -1,4 +1,4 @@
-"""The GPU's kernels of a mixture of experts, compiled for an H200, which need not be there."""
+"""The GPU's MoE kernels, compiled for an H200 without having one."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_kernels_around_the_products_compile_for_a_device(shape: str) -> Non
         num_warps=COMBINE_WARPS,
     )
     assert compiled.widest_load_bytes == 16
-    assert compiled.shared_bytes == 0  # no sum leaves its thread
+    assert compiled.shared_bytes == 0  # threads exchange nothing
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -135,7 +135,7 @@ def test_the_kernels_for_few_tokens_compile_to_wide_loads(shape: str) -> None:
 
 @pytest.mark.slow
 def test_experts_without_gates_compile_to_wide_loads_and_warp_groups() -> None:
-    """At the sizes of Nemotron 3: 128 experts of 1856, 6 of them a token."""
+    """The sizes are those of Nemotron 3: 128 experts of width 1856, 6 experts per token."""
     sizes = {"scale": None, "bias": None, "COLUMNS": 1856, "DEPTH": 2688, "TOP_K": 6}
     activation = activation_constants(Pointwise.RELU2)
     types = {"x": "*bf16", "x_stride": "i64:16", "out": "*bf16"}
@@ -161,7 +161,7 @@ def test_experts_without_gates_compile_to_wide_loads_and_warp_groups() -> None:
 
 @pytest.mark.slow
 def test_experts_without_gates_in_8_bits_compile_for_a_device() -> None:
-    """At the sizes of Nemotron 3, whose width ends within a block of scales."""
+    """The sizes are those of Nemotron 3, whose width ends within a block of scales."""
     sizes = {"bias": None, "COLUMNS": 1856, "DEPTH": 2688, "TOP_K": 6, **activation_constants(Pointwise.RELU2)}
     types = {"x": "*bf16", "scale": "*fp32", "out": "*bf16"}
     few = GemvOptions()
@@ -212,7 +212,7 @@ def test_weights_in_8_bits_go_to_warp_groups_through_registers(shape: str, block
     )
     for compiled in (gate_up, down):
         assert compiled.wgmma
-        assert "f8E4M3FN, #ttg.dot_op" in compiled.ttgir  # read from shared memory as the operand that it will be
+        assert "f8E4M3FN, #ttg.dot_op" in compiled.ttgir  # loaded from shared memory in the layout of an operand
 
 
 @pytest.mark.parametrize("shape", SHAPES_IN_8_BITS)

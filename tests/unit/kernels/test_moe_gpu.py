@@ -1,4 +1,4 @@
-"""The GPU's mixture of experts: interpreted in CI, for real where there is a GPU."""
+"""The GPU's MoE kernels: interpreted in CI, compiled on machines with a GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_few_tokens_equal_the_loop_over_experts(
 ) -> None:
     case = mixture(num_tokens, 6, top_k, hidden_size, width, padding=padding, **kind)
     case = case.to(triton_device)
-    monkeypatch.setattr(gemv, "MOST_PRELOADED", 2)  # one or two blocks of depth: less than some experts have
+    monkeypatch.setattr(gemv, "MOST_PRELOADED", 2)  # one or two blocks of depth, fewer than some experts have
     options = GemvOptions(gate_up_columns=4, gate_up_depth=16, down_columns=2, down_depth=16, down_warps=1)
 
     def inputs(case: Mixture) -> Inputs:
@@ -124,7 +124,7 @@ def test_rows_that_are_no_multiple_of_16_bytes_are_refused(triton_device: torch.
 
 
 @pytest.mark.parametrize("model", bench.LARGE)
-def test_some_options_are_there_to_be_measured_at_every_shape(model: str) -> None:
+def test_every_shape_has_options_to_measure(model: str) -> None:
     num_experts, top_k, hidden_size, width = bench.LARGE[model]
     for num_tokens in tuning.TOKENS:
         shape = MoeShape(num_tokens, num_experts, top_k, hidden_size, width, bench.is_in_8_bits(model))
@@ -169,7 +169,7 @@ def test_in_8_bits_experts_are_as_accurate_as_their_definition(
     scales = {name: getattr(case.experts, name).float() for name in ("gate_up_scale", "down_scale")}
     case = replace(case, experts=replace(case.experts, **scales))
     exact = reference.fused_experts(*case.to(torch.float64).inputs)
-    # Weights multiplied out are rounded once more: to what a checkpoint of plain weights would hold.
+    # Dequantized weights are rounded once more, to the values of a checkpoint of plain weights.
     wide = [case.experts.matrices(expert, torch.bfloat16) for expert in range(num_experts)]
     matrices = (torch.stack(of_each) for of_each in zip(*wide, strict=True))
     plain = ExpertWeights(*matrices, activation=case.experts.activation)
@@ -181,7 +181,7 @@ def test_in_8_bits_experts_are_as_accurate_as_their_definition(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 100])
-def test_an_expert_may_lie_past_the_first_four_gibibytes(num_tokens: int) -> None:
+def test_an_expert_may_start_beyond_four_gibibytes(num_tokens: int) -> None:
     num_experts, hidden_size, width = 1400, 2048, 768
     case = mixture(num_tokens, 1, 1, hidden_size, width).to(torch.device("cuda")).to(torch.bfloat16)
     gate_up = torch.empty(num_experts, 2 * width, hidden_size, dtype=torch.bfloat16, device="cuda")

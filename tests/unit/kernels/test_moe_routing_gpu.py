@@ -1,4 +1,4 @@
-"""The GPU's choice of experts, and the tiles of rows by expert: interpreted in CI, for real where there is a GPU."""
+"""The GPU's MoE routing, and its tiles of rows by expert: interpreted in CI, compiled on machines with a GPU."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_tiles_hold_every_pair_once_by_expert_in_order(
     check_tiles(expert_ids, num_experts, block_rows)
 
 
-def test_a_token_may_name_an_expert_twice(triton_device: torch.device) -> None:
+def test_a_token_may_have_an_expert_twice(triton_device: torch.device) -> None:
     check_tiles(torch.tensor([[2, 2, 0], [0, 2, 0]], dtype=torch.int32, device=triton_device), 4, 2)
 
 
@@ -97,7 +97,7 @@ def check_tiles(expert_ids: torch.Tensor, num_experts: int, block_rows: int) -> 
 
 @pytest.mark.parametrize("counts", [[9, 0, 0], [3, 3, 3], [1, 4, 4], [2, 7, 0], [8, 1, 0]])
 @pytest.mark.parametrize("block_rows", [1, 2, 4, 16])
-def test_no_routing_makes_more_tiles_than_there_is_room_for(counts: list[int], block_rows: int) -> None:
+def test_no_routing_has_more_tiles_than_are_allocated(counts: list[int], block_rows: int) -> None:
     made = sum(-(-count // block_rows) for count in counts)
     assert made <= alignment.most_tiles(sum(counts), len(counts), block_rows)
 

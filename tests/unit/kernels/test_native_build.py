@@ -1,4 +1,4 @@
-"""Building, caching and loading the C++ kernels, and what happens where that is impossible."""
+"""Building, caching and loading the C++ kernels, and the fallback if that is impossible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPT_TIMEOUT_S = 100
 
 @pytest.fixture
 def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source folder with one function, and an empty cache. Returns the source folder."""
+    """Make a source folder with one function and an empty cache. Return the source folder."""
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "answer.cpp").write_text('extern "C" int answer() { return 42; }\n')
@@ -61,10 +61,10 @@ def test_builders_that_race_leave_one_whole_library(small_library: Path) -> None
     for racer in racers:
         racer.join()
     assert len(set(paths)) == 1
-    assert list(paths[0].parent.iterdir()) == [paths[0]], "a build left something behind"
+    assert list(paths[0].parent.iterdir()) == [paths[0]], "a build left temporary files behind"
 
 
-def test_a_source_that_does_not_compile_is_reported_with_the_compilers_words(small_library: Path) -> None:
+def test_a_source_that_does_not_compile_is_reported_with_the_compilers_message(small_library: Path) -> None:
     (small_library / "broken.cpp").write_text("int broken( { }\n")
     with pytest.raises(build.NativeBuildError, match=r"broken\.cpp"):
         build.library_path()
@@ -96,7 +96,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_private_folder(
 
 
 @pytest.mark.slow
-def test_the_private_folder_goes_with_its_process(tmp_path: Path) -> None:
+def test_the_private_folder_is_deleted_when_its_process_ends(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     code = "from baton.kernels.native import build; print(build.cache_folder()); assert build.cache_folder().is_dir()"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "a file")}
@@ -153,7 +153,7 @@ assert len(code) == 1, code
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [("-march=x86-64-v3",), ("-march=native", "-mno-amx-tile")], ids=["AVX2", "no AMX"])
 def test_older_instructions_give_the_same_results(flags: tuple[str, ...], request: pytest.FixtureRequest) -> None:
-    """The paths without AMX and AVX-512 are right too: the ops' tests pass on a library built for such a CPU."""
+    """Code paths without AMX and AVX-512 are right, too: the ops' tests pass with a library built for such a CPU."""
     folder, chosen = Path(__file__).parent, request.config.option.slice or "1/1"
     code = f"""
 import sys, pytest
@@ -169,8 +169,8 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--slice", "{chosen}", "-k
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names CPUs of another architecture")
 @pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512", "sapphirerapids"])
-def test_the_sources_are_right_for_other_cpus_than_this_one(cpu: str) -> None:
-    """The vectors of a CPU decide what is compiled: an error there would leave its users to the references."""
+def test_the_sources_compile_for_other_cpus(cpu: str) -> None:
+    """A CPU's vector width decides which code is compiled. A compile error would make its users run the references."""
     flags = [flag for flag in build.COMPILE_FLAGS if not flag.startswith(("-march", "-O"))]
     for source in sorted(build.SOURCE_FOLDER.glob("*.cpp")):
         command = ["g++", *flags, f"-march={cpu}", "-fsyntax-only", str(source)]

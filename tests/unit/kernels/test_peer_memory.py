@@ -1,4 +1,4 @@
-"""Every rank reaches the memory of every other, or all of them know why not. The kernels: test_p2p.py."""
+"""Every rank maps the memory of every other, or all ranks get the reason. test_p2p.py tests the kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.kernels.p2p.peer_memory import EMPTY, total_bytes
 
 
 class FakeMemory:
-    """`DeviceMemory` in this process. `refused` is the call that fails, and on which rank's thread."""
+    """A fake of `DeviceMemory` in this process. `refused` names the call that fails, and the rank whose call it is."""
 
     refused: tuple[str, str] | None = None
     loses_writes = False
@@ -67,7 +67,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeMemory]:
 
 
 def map_in_threads(size: int, machine_of: Callable[[int], str] | None = None) -> list[Any]:
-    """The mappings of some ranks, or what each of them raised."""
+    """Map memory in a thread per rank. Return each rank's mapping, or the error that it raised."""
     barrier, said, outcomes = threading.Barrier(size, timeout=10), [""] * size, [None] * size
 
     def be(rank: int) -> None:
@@ -106,14 +106,14 @@ def test_every_rank_reaches_the_memory_of_every_other(fake: type[FakeMemory]) ->
 
 
 @pytest.mark.parametrize("call", ["allocate", "open"])
-def test_a_driver_that_refuses_is_named_to_all_ranks_alike(fake: type[FakeMemory], call: str) -> None:
+def test_all_ranks_get_the_error_of_a_driver(fake: type[FakeMemory], call: str) -> None:
     fake.refused = (call, "1")
     reasons = {str(outcome) for outcome in map_in_threads(3)}
     assert reasons == {f"rank 1: {call} gave CUDA_ERROR"}
     assert fake.num_freed == (2 if call == "allocate" else 7)
 
 
-def test_memory_that_loses_what_peers_write_is_not_used(fake: type[FakeMemory]) -> None:
+def test_memory_that_loses_writes_of_peers_is_not_used(fake: type[FakeMemory]) -> None:
     fake.loses_writes = True
     reasons = {str(outcome) for outcome in map_in_threads(2)}
     assert reasons == {"rank 0: the test value that rank 1 wrote to peer memory did not arrive"}

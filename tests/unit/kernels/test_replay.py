@@ -1,7 +1,7 @@
-"""Accepted drafts of a step are applied to states by the next one, as if nobody had guessed them.
+"""A step applies the accepted drafts of the previous step to states, as if they had never been guesses.
 
-Two steps with drafts against one run of the same tokens without: as a CPU runs it, in torch, and in Triton, which is
-interpreted where there is no GPU.
+Two steps with drafts are compared with one run of the same tokens without: by the device's own op, in torch, and in
+Triton, which is interpreted without a GPU.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from baton.kernels.state_batch import Replay, StateBatch
 
 pytestmark = pytest.mark.exhaustive
 
-MOST = 4  # drafts
+MOST = 4  # drafts per step
 NUM_PLACES = 2 * MOST + 1
 Run = Callable[[Tensor, Tensor, StateBatch, tuple[Tensor, ...] | None, object], Tensor]
 
 
 class Drafted(NamedTuple):
-    """One row in two steps: where the first begins, drafts of both, and how many of the first are accepted."""
+    """One row in two steps: the start of the first, both numbers of drafts, and how many of the first are accepted."""
 
     row: int
     start: int
@@ -46,10 +46,10 @@ STEPS = [
 
 
 class Op(NamedTuple):
-    """An op with a state: `run(tokens, state, batch, places, impl)` over rows of inputs that lie side by side."""
+    """An op with a state: `run(tokens, state, batch, places, impl)` takes a token's inputs side by side in one row."""
 
-    widths: Sequence[tuple[int, ...]]  # of a token's inputs
-    kept: Sequence[int]  # those that are kept of drafts
+    widths: Sequence[tuple[int, ...]]  # shapes of a token's inputs
+    kept: Sequence[int]  # indices of the inputs that are kept for drafts
     state: tuple[int, ...]
     run: Run
 
@@ -128,7 +128,7 @@ IN_TORCH = SimpleNamespace(
 
 @pytest.fixture(params=["device's own", "torch", "triton", "reference"])
 def impl_of(request: pytest.FixtureRequest) -> Callable[[object], object]:
-    """The module of an op that computes it."""
+    """Return the implementation of an op: that of the device, of torch, of Triton, or the reference."""
     if request.param == "device's own":
         return lambda op: op
     if request.param == "torch":
@@ -142,7 +142,7 @@ def impl_of(request: pytest.FixtureRequest) -> Callable[[object], object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("name", OPS)
-def test_two_steps_with_drafts_are_one_run_of_what_was_accepted(
+def test_two_steps_with_drafts_equal_one_run_of_the_accepted_tokens(
     name: str, in_place: bool, impl_of: Callable[[object], object], triton_device: torch.device
 ) -> None:
     op, module = OPS[name]
@@ -157,7 +157,7 @@ def test_two_steps_with_drafts_are_one_run_of_what_was_accepted(
     state = torch.full((slots, *op.state), float("nan"), device=device)
     state[: len(STEPS)] = torch.randn(len(STEPS), *op.state, generator=generator).to(device)
     begin = list(range(len(STEPS)))
-    begin[2] = -1  # begins with zeros
+    begin[2] = -1  # starts from a zero state
     behind = list(range(len(STEPS), 2 * len(STEPS)))
     lone = [behind[seq] if source == -1 or not in_place else source for seq, source in enumerate(begin)]
     shapes = [op.widths[part] for part in op.kept]
@@ -183,7 +183,7 @@ def test_two_steps_with_drafts_are_one_run_of_what_was_accepted(
     kept = [torch.cat([rows[: 1 + count], more]) for rows, count, more in zip(first, counts, second, strict=True)]
     cut = [rows[: 2 + count] for rows, count in zip(kept, counts, strict=True)]
     whole = StateBatch.plan([len(rows) for rows in kept], begin, [-1] * len(STEPS), decode_tokens=99, device=device)
-    is_exact = impl is module and device.type == "cpu"  # there tokens go one by one whatever is computed with them
+    is_exact = impl is module and device.type == "cpu"  # a CPU runs decodes token by token, in any batch
     judge = impl if is_exact else importlib.import_module(f"{module.__name__}.reference")
     close = {"atol": 0.0, "rtol": 0.0} if is_exact else {"atol": 1e-4, "rtol": 1e-4}
     expected = op.run(torch.cat(kept), expected_state, whole, None, judge)

@@ -24,7 +24,7 @@ def test_rows_of_any_width_and_number(dtype: torch.dtype, shape: tuple[int, ...]
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 64), (1, 1000), (200, 1024), (4, 5, 48)])
-def test_the_residual_is_added_before_the_norm_and_given_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_the_residual_is_added_before_the_norm_and_returned(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, residual, weight = (torch.randn(size).to(dtype) for size in (shape, shape, shape[-1:]))
     before = residual.clone()
     out, total = rms_norm(x, weight, EPS, residual)
@@ -44,16 +44,16 @@ def test_a_weight_in_float32_is_not_rounded(
     given = (residual,) if with_residual else ()
     expected = reference.rms_norm(x, weight, EPS, *given)
     rounded = reference.rms_norm(x, weight.to(dtype), EPS, *given)
-    monkeypatch.setattr(reference, "rms_norm", lambda *args: pytest.fail("the reference served"))
+    monkeypatch.setattr(reference, "rms_norm", lambda *args: pytest.fail("the reference was called"))
     out = rms_norm(x, weight, EPS, *given)
     if with_residual:
         assert torch.equal(out[1], expected[1])
         out, expected, rounded = out[0], expected[0], rounded[0]
-    assert (out != expected).float().mean() < 0.01, "but for sums in another order"
+    assert (out != expected).float().mean() < 0.01, "results may differ by the order of sums only"
     assert (rounded != expected).float().mean() > 0.1
 
 
-def test_a_residual_of_another_type_is_read_as_what_it_is() -> None:
+def test_a_residual_may_have_another_dtype() -> None:
     x, residual, weight = torch.randn(3, 32).bfloat16(), torch.randn(3, 32), torch.randn(32).bfloat16()
     out, _ = rms_norm(x, weight, EPS, residual)
     assert_as_accurate(out, reference.rms_norm(x.double(), weight.double(), EPS, residual.double())[0], out)

@@ -1,4 +1,4 @@
-"""RMSNorm in Triton: interpreted in CI, compiled where there is a GPU."""
+"""RMSNorm in Triton: interpreted in CI, compiled on machines with a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Head norm, rotation and KV write: against the definition in float64."""
+"""Head norm, rotation and KV write against the reference in float64."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def step(
     with_norms: bool = True,
     norm_dtype: torch.dtype | None = None,
 ) -> Step:
-    """Random inputs, a cache full of NaN."""
+    """Return a step of random inputs and a cache full of NaN."""
     generator = torch.Generator().manual_seed(0)
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
     tables = torch.randperm(len(counts) * max(counts), generator=generator, dtype=torch.int32).view(len(counts), -1)
@@ -85,7 +85,7 @@ def check(inputs: Step) -> None:
     kept = result.kv[blocks, :, LAYER, :, offsets]  # [tokens, heads, planes, width]
     assert torch.equal(kept.flatten(2), torch.cat([result.k, inputs.v], dim=-1))
     result.kv[blocks, :, LAYER, :, offsets] = float("nan")
-    assert result.kv.isnan().all(), "something else in the cache was written"
+    assert result.kv.isnan().all(), "other parts of the cache were written"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -119,14 +119,14 @@ def test_pairs_without_angles_are_those_whose_angle_is_0() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("head_dim", "value_dim", "rotary_dim"), [(192, 128, 64), (48, 16, 32), (32, 80, 10)])
-def test_values_of_another_width_lie_behind_their_keys(
+def test_values_of_another_width_are_stored_after_their_keys(
     dtype: torch.dtype, head_dim: int, value_dim: int, rotary_dim: int
 ) -> None:
     check(step(dtype, head_dim=head_dim, value_dim=value_dim, rotary_dim=rotary_dim))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_queries_alone_are_rotated_where_keys_and_values_are_another_layers(dtype: torch.dtype) -> None:
+def test_only_queries_are_rotated_if_keys_and_values_are_of_another_layer(dtype: torch.dtype) -> None:
     inputs = step(dtype)
     inputs.norms["k_norm"] = None  # type: ignore[assignment]
     expected = inputs.to(dtype).run(reference.rope_and_cache)
@@ -152,9 +152,9 @@ def test_norms_in_float32_are_not_rounded(dtype: torch.dtype, monkeypatch: pytes
     inputs = step(dtype, norm_dtype=torch.float32)
     check(inputs)
     expected = inputs.to(dtype).run(reference.rope_and_cache)
-    monkeypatch.setattr(reference, "rope_and_cache", lambda *args, **kwargs: pytest.fail("the reference served"))
+    monkeypatch.setattr(reference, "rope_and_cache", lambda *args, **kwargs: pytest.fail("the reference was called"))
     result = inputs.to(dtype).run()
-    assert (result.q != expected.q).float().mean() < 0.01, "but for sums in another order"
+    assert (result.q != expected.q).float().mean() < 0.01, "results may differ by the order of sums only"
     rounded = inputs.to(dtype)
     rounded.norms = {name: norm.to(dtype) if isinstance(norm, Tensor) else norm for name, norm in inputs.norms.items()}
     assert (rounded.run().q != expected.q).float().mean() > 0.1
@@ -199,7 +199,7 @@ def test_padding_is_written_nowhere(op) -> None:  # type: ignore[no-untyped-def]
     torch.testing.assert_close(padded.kv, whole.kv, equal_nan=True)
 
 
-def test_a_cache_of_8_bits_holds_scaled_values_and_never_more_than_its_largest() -> None:
+def test_an_fp8_cache_holds_scaled_values_that_saturate() -> None:
     inputs = step(torch.bfloat16, with_norms=False)
     inputs.kv = torch.zeros(inputs.kv.shape, dtype=torch.float8_e4m3fn)
     scales = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor([1e-3])}

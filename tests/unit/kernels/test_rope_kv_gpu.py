@@ -1,4 +1,4 @@
-"""Head norm, rotation and KV write in Triton: interpreted in CI, compiled where there is a GPU."""
+"""Head norm, rotation and KV write in Triton: interpreted in CI, compiled on machines with a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Step:
     options: dict[str, Any]
 
     def run(self, op, dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None) -> Step:  # type: ignore[no-untyped-def]
-        """A step like this one, done by `op` on copies."""
+        """Run `op` on copies, and return a step of the results."""
         dtype = dtype or self.qkv.dtype
         norms = {
             name: value.to(torch.promote_types(value.dtype, dtype))
@@ -58,7 +58,7 @@ class Step:
         return (self.qkv.shape[1] - self.heads[1] * self.value_dim) // sum(self.heads)
 
     def kept(self, plane: int) -> Tensor:
-        """Return what the cache has of this step's tokens: [num_tokens, kv_heads, width of a key or a value]."""
+        """Return the keys or values of this step's tokens in the cache: [num_tokens, kv_heads, width]."""
         slots = self.batch.slots
         rows = self.kv[slots // BLOCK_SIZE, :, LAYER, :, slots % BLOCK_SIZE].flatten(2)
         return rows.split([self.head_dim, self.value_dim], dim=-1)[plane]
@@ -78,7 +78,7 @@ def step(
     with_norms: bool = True,
     norm_dtype: torch.dtype | None = None,
 ) -> Step:
-    torch.manual_seed(0)  # a rounding error close to what is allowed must not come and go
+    torch.manual_seed(0)  # errors near the tolerance must be the same in every run
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
     tables = torch.randperm(len(counts) * max(counts), dtype=torch.int32).view(len(counts), -1).to(device)
     batch = AttentionBatch.plan(query_lens, seq_lens, tables, BLOCK_SIZE)
@@ -106,7 +106,7 @@ def check(inputs: Step) -> None:
     assert torch.equal(result.parts()[2], inputs.parts()[2])
     slots = inputs.batch.slots
     result.kv[slots // BLOCK_SIZE, :, LAYER, :, slots % BLOCK_SIZE] = float("nan")
-    assert result.kv.isnan().all(), "something else in the cache was written"
+    assert result.kv.isnan().all(), "other parts of the cache were written"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -120,14 +120,14 @@ def test_heads_are_normalised_rotated_and_cached(
 
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("head_dim", "value_dim", "rotary_dim"), [(192, 128, 64), (48, 16, 32), (24, 40, 10)])
-def test_values_of_another_width_lie_behind_their_keys(
+def test_values_of_another_width_are_stored_after_their_keys(
     head_dim: int, value_dim: int, rotary_dim: int, with_norms: bool, triton_device: torch.device
 ) -> None:
     shape = {"head_dim": head_dim, "value_dim": value_dim, "rotary_dim": rotary_dim}
     check(step(triton_device, with_norms=with_norms, **shape))
 
 
-def test_queries_alone_are_rotated_where_keys_and_values_are_another_layers(triton_device: torch.device) -> None:
+def test_only_queries_are_rotated_if_keys_and_values_are_of_another_layer(triton_device: torch.device) -> None:
     inputs = step(triton_device)
     (q, k, v), q_norm = inputs.parts(), inputs.options["q_norm"]
     expected = inputs.run(reference.rope_and_cache)
@@ -184,15 +184,15 @@ def test_padding_is_written_nowhere(triton_device: torch.device) -> None:
 
 
 def eight_bits(inputs: Step, k_scale: float, v_scale: float) -> Step:
-    """The same step with a cache of float8."""
+    """Return the same step with an FP8 cache."""
     device = inputs.kv.device
     scales = {"k_scale": torch.tensor(k_scale, device=device), "v_scale": torch.tensor([v_scale], device=device)}
     kv = torch.zeros(inputs.kv.shape, dtype=torch.float8_e4m3fn, device=device)
     return replace(inputs, kv=kv, options={**inputs.options, **scales})
 
 
-def test_a_cache_of_8_bits_holds_scaled_values_and_never_more_than_its_largest(triton_device: torch.device) -> None:
-    """With numbers that need no rounding: the interpreter's is wrong where it carries into the exponent."""
+def test_an_fp8_cache_holds_scaled_values_that_saturate(triton_device: torch.device) -> None:
+    """The numbers need no rounding, since the interpreter's is wrong if it carries into the exponent."""
     inputs = step(triton_device, with_norms=False)
     half = inputs.cos_sin.shape[1] // 2
     inputs.cos_sin[:, :half], inputs.cos_sin[:, half:] = 1.0, 0.0
@@ -251,7 +251,7 @@ def test_bfloat16_on_the_device(with_norms: bool, heads: tuple[int, int], head_d
 def test_a_cache_of_8_bits_is_rounded_to_nearest() -> None:
     inputs = eight_bits(step(torch.device("cuda"), torch.bfloat16, query_lens=(500,), seq_lens=(600,)), 0.02, 0.3)
     result, expected = inputs.run(gpu.rope_and_cache).kv.float(), inputs.run(reference.rope_and_cache).kv.float()
-    # Where two numbers of 8 bits are equally near, the last bit of the rotation decides.
+    # If a value is midway between two FP8 numbers, the last bit of the rotation decides.
     torch.testing.assert_close(result, expected, rtol=2**-3, atol=2**-9)
     assert (result == expected).float().mean() > 0.99
 

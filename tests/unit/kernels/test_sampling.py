@@ -1,4 +1,4 @@
-"""A draw is what `reference` defines: the dispatching `sample` must give the same tokens."""
+"""The dispatching `sample` draws the tokens that `reference` defines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ both = pytest.mark.parametrize("sample", [reference.sample, sampling.sample], id
 
 
 def batch_of(rows: int, **features: Any) -> SamplingBatch:
-    """Every row has its own seed and position; plain numbers apply to all rows."""
+    """Return a batch whose rows have different seeds and positions; a plain number applies to all rows."""
     dtypes = {"temperature": torch.float32, "top_k": torch.int64, "top_p": torch.float32, "min_p": torch.float32}
     for name, dtype in dtypes.items():
         if isinstance(features.get(name), (int, float)):
@@ -44,7 +44,7 @@ def tokens(*ids: int) -> Tensor:
 
 
 def drawn_from(sample: Sample, logits: Tensor, draws: int = 2000, **features: Any) -> set[int]:
-    """Return which tokens come up when one row of logits is drawn from often."""
+    """Return the tokens that come up in many draws from one row of logits."""
     return set(sample(logits.expand(draws, -1), batch_of(draws, **features)).tolist())
 
 
@@ -68,7 +68,7 @@ def test_greedy_and_random_rows_share_a_batch(sample: Sample) -> None:
 
 
 @both
-def test_what_is_not_a_number_is_never_drawn_and_an_empty_row_gives_no_token(sample: Sample) -> None:
+def test_nan_is_never_drawn_and_an_empty_row_gives_no_token(sample: Sample) -> None:
     logits = torch.zeros(4, 40)
     logits[0, :39] = math.nan
     logits[1, 1:] = math.nan
@@ -82,7 +82,7 @@ def test_what_is_not_a_number_is_never_drawn_and_an_empty_row_gives_no_token(sam
 
 
 def kept_by_sorting(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Min-p, top-k and top-p of one row in the plainest way: over the whole sorted vocabulary."""
+    """Return the tokens of a row that min-p, top-k and top-p keep, computed over the whole sorted vocabulary."""
     order = sorted(range(len(logits)), key=lambda token: -float(logits[token]))
     weight = {token: math.exp((float(logits[token]) - float(logits[order[0]])) / temperature) for token in order}
     kept = [token for token in order if weight[token] >= min_p]
@@ -121,7 +121,7 @@ def test_exactly_the_tokens_that_truncation_keeps_come_up(
 ) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(1)).mul(4).round() / 2  # with ties
     expected = kept_by_sorting(logits, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, **truncation})
-    # Rare tokens need luck to come up, so let them all weigh the same once truncation has chosen them.
+    # Rare tokens may not come up, so the reference's threshold is checked for the exact set.
     assert drawn_from(sample, logits, temperature=temperature, **truncation) <= expected
     threshold = reference.truncation_threshold(
         logits[None], torch.full((1, 1), temperature).double(), batch_of(1, **truncation)
@@ -154,7 +154,7 @@ def test_only_allowed_tokens_come_up(sample: Sample) -> None:
     logits = torch.zeros(2, 70)
     seen = {tuple(sample(logits, batch_of(2, seeds=tokens(s, s), allowed=allowed)).tolist()) for s in range(300)}
     assert {first for first, _ in seen} == {5, 63, 64}
-    assert len({second for _, second in seen}) > 30, "the other row is free"
+    assert len({second for _, second in seen}) > 30, "a row without a mask may draw all tokens"
 
 
 @both
@@ -169,7 +169,7 @@ def test_banned_and_biased_tokens(sample: Sample) -> None:
 
 
 @both
-def test_a_bad_word_is_banned_where_the_output_ends_with_its_beginning(sample: Sample) -> None:
+def test_a_bad_word_is_banned_if_the_output_ends_with_its_beginning(sample: Sample) -> None:
     table = torch.tensor([[7, 8, 1, 2, 3, 0], [7, 8, 1, 9, 3, 0], [7, 8, 1, 2, 0, 0], [1, 2, 3, 0, 0, 0]])
     history = TokenHistory(table, tokens(0, 1, 2, 3), tokens(2, 2, 2, 2))
     words = BadWords(tokens(0, 1, 2, 3, 2), torch.tensor([[2, 3, 4], [2, 3, 4], [2, 3, 4], [2, 3, 4], [-1, -1, 6]]))
@@ -177,7 +177,7 @@ def test_a_bad_word_is_banned_where_the_output_ends_with_its_beginning(sample: S
     logits[:, 4], logits[:, 6], logits[:, 5] = 3.0, 4.0, 2.0
     logits[[0, 1, 3], 6] = 0.0
     batch = replace(batch_of(4), temperature=None, positions=tokens(5, 5, 4, 3), bad_words=words, history=history)
-    # Row 0 ends with 2 3; row 1 with 9 3; row 2 with 1 2, and may not say 6; row 3 has 2 in its prompt.
+    # Row 0 ends with 2 3, row 1 with 9 3, row 2 with 1 2 and must not draw 6; row 3 has 2 in its prompt.
     assert sample(logits, batch).tolist() == [5, 4, 4, 4]
 
 
@@ -269,15 +269,15 @@ def test_the_fast_path_draws_the_same_tokens(vocab_size: int, kind: str, feature
     assert cpu.sample(logits, batch).equal(reference.sample(logits, batch))
 
 
-def test_no_close_contest_is_decided_by_the_bounds_of_the_fast_path() -> None:
-    """So many flat rows that the winners of several are ahead by less than the bounds' margin."""
+def test_the_fast_path_decides_close_contests_by_exact_scores() -> None:
+    """With so many flat rows, some winners are ahead by less than the margin of the bounds."""
     logits = torch.zeros(6000, 300)
     assert cpu.sample(logits, batch_of(6000)).equal(reference.sample(logits, batch_of(6000)))
 
 
 @pytest.mark.parametrize("min_p", [0.1, 0.2, 0.3, 0.4, 0.45])
 def test_min_p_is_exact_at_its_border(min_p: float) -> None:
-    """The fast path keeps those of the floats around the border that float64 keeps."""
+    """The fast path decides on floats next to the border as float64 arithmetic does."""
     border = torch.tensor(min_p).double().log().float()
     around = [torch.nextafter(border, torch.tensor(towards)) for towards in (-torch.inf, border.item(), torch.inf)]
     logits = torch.stack([torch.zeros(3), torch.stack(around)], dim=1).repeat(300, 1)
@@ -292,9 +292,9 @@ def test_logits_may_be_a_slice_of_something_wider() -> None:
     assert sampling.sample(wide.T[:3], batch).equal(sampling.sample(wide.T[:3].contiguous(), batch))
 
 
-def test_rows_may_lie_beyond_four_gibibytes() -> None:
+def test_rows_may_start_beyond_four_gibibytes() -> None:
     stride = 2**30 + 64  # floats
-    wide = torch.empty(stride + 100)  # only the pages that are written to take memory
+    wide = torch.empty(stride + 100)  # takes memory only for pages that are written
     logits = wide.as_strided((2, 100), (stride, 1))
     logits[:] = torch.randn(2, 100)
     assert sampling.sample(logits, batch_of(2)).equal(sampling.sample(logits.clone(), batch_of(2)))

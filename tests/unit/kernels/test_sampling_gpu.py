@@ -1,4 +1,4 @@
-"""Sampling in Triton, interpreted on a CPU or compiled on a GPU: the tokens of the reference."""
+"""Sampling in Triton, interpreted on a CPU or compiled on a GPU, draws the tokens of the reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = ("smooth", "ties", "equal", "masked", "infinite")
 
 @pytest.fixture
 def small_tiles(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a vocabulary of a few hundred has several tiles, shares and passes, and lanes drop what they see."""
+    """Make tiles so small that a vocabulary of a few hundred tokens has several tiles, shares and passes."""
     from baton.kernels.sampling.gpu import draw, truncation
 
     monkeypatch.setattr(draw, "OPTIONS", {"groups": 1, "programs": 3 * ROWS})
@@ -118,8 +118,8 @@ def test_half_precision_is_read_as_it_is(triton_device: torch.device) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.usefixtures("small_tiles")
-def test_close_contests_are_decided_by_the_scores_themselves(triton_device: torch.device, seed: int) -> None:
-    """In flat rows many tokens pass the sieves: none of those may lose to what a bound has rounded."""
+def test_close_contests_are_decided_by_exact_scores(triton_device: torch.device, seed: int) -> None:
+    """In flat rows many tokens pass the filters by bounds. Their scores, not the rounded bounds, must decide."""
     logits = torch.zeros(10, 190, device=triton_device)
     batch = batch_for(logits, temperature=torch.ones(10))
     batch = replace(batch, seeds=batch.seeds + seed)
@@ -136,7 +136,7 @@ def test_without_a_temperature_every_row_is_greedy(triton_device: torch.device) 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_tiles")
-def test_rows_find_their_numbers_in_the_table_and_padding_draws_token_0(triton_device: torch.device) -> None:
+def test_rows_read_their_parameters_from_the_table_and_padding_draws_token_0(triton_device: torch.device) -> None:
     from baton.kernels.sampling import gpu
 
     requests = [SamplingParams(temperature=i / 3, top_k=5 * i, top_p=1 - i / 20, min_p=i / 100) for i in range(6)]
@@ -157,7 +157,7 @@ def test_no_rows_give_no_tokens(triton_device: torch.device) -> None:
     assert drawn(logits, batch_for(logits)).shape == (0,)
 
 
-def test_what_the_kernels_cannot_read_is_refused(triton_device: torch.device) -> None:
+def test_tensors_that_the_kernels_cannot_read_are_refused(triton_device: torch.device) -> None:
     from baton.kernels.sampling import gpu
 
     logits, rows = torch.zeros(2, 50, device=triton_device), torch.zeros(2, dtype=torch.int32, device=triton_device)
@@ -230,8 +230,8 @@ def test_the_draw_compiles_for_an_h200_and_rounds_as_it_is_written(dtype: str) -
     )
     assert "fma.rn.f64" not in compiled.ptx
     assert "mul.rn.f64" in compiled.ptx
-    assert compiled.ptx.count("max.bf16x2") >= 6 * (dtype == "bf16"), "pairs of logits become floats to be compared"
-    assert compiled.registers <= 128, "16 programs no longer fit a multiprocessor"
+    assert compiled.ptx.count("max.bf16x2") >= 6 * (dtype == "bf16"), "bfloat16 logits must be compared in pairs"
+    assert compiled.registers <= 128, "16 programs must fit a multiprocessor"
 
 
 @pytest.mark.parametrize(("dtype", "zero_bits"), [("bf16", 16), ("fp32", 0)])
@@ -276,7 +276,7 @@ def test_tokens_come_up_as_often_as_softmax_says() -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_draws_for_the_rows_that_it_finds() -> None:
+def test_a_captured_graph_draws_for_later_rows() -> None:
     logits = logits_of("smooth", VOCAB, torch.bfloat16).cuda()
     words = [encode_row(SamplingParams(temperature=i / 5, top_k=9 * i), seed=i, prompt_len=1) for i in range(ROWS)]
     table = torch.stack([torch.from_numpy(row) for row in words]).cuda()
@@ -317,7 +317,7 @@ def test_a_step_with_every_feature_does_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_rows_may_lie_beyond_four_gibibytes() -> None:
+def test_rows_may_start_beyond_four_gibibytes() -> None:
     stride = 2**30 + 64  # elements: the third row starts beyond 2**31 of them
     wide = torch.empty(2 * stride + 300, dtype=torch.bfloat16, device="cuda")
     logits = wide.as_strided((3, 300), (stride, 1))

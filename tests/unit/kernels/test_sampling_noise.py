@@ -1,4 +1,4 @@
-"""The random numbers behind the draws: right, independent, and a function of seed, position and token only."""
+"""The random numbers of the draws: correct, independent, and a function of seed, position and token only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.kernels.sampling.noise import gumbel, philox, portable_log, random_wo
 
 
 def draws(logits: Tensor, count: int, *, seed: int = 5, position: int = 0, temperature: float = 1.0) -> Tensor:
-    """Draws `[count]` from one row of logits with one seed at successive positions."""
+    """Draw `[count]` tokens from one row of logits with one seed at successive positions."""
     positions = torch.arange(position, position + count)
     batch = SamplingBatch(
         seeds=torch.full_like(positions, seed), positions=positions, temperature=torch.full((count,), temperature)
@@ -22,7 +22,7 @@ def draws(logits: Tensor, count: int, *, seed: int = 5, position: int = 0, tempe
 
 
 def assert_fits(counts: Tensor, expected: Tensor) -> None:
-    """Pearson's chi-square; 5 standard deviations, so that a sound generator fails about once in a million seeds."""
+    """Check Pearson's chi-square to 5 standard deviations: a sound generator fails about once in a million seeds."""
     statistic = float(((counts - expected) ** 2 / expected).sum())
     freedom = counts.numel() - 1
     assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom), f"chi-square {statistic:.1f} of {freedom}"
@@ -43,7 +43,7 @@ def assert_fits(counts: Tensor, expected: Tensor) -> None:
 def test_philox_gives_the_words_its_authors_published(
     counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
 ) -> None:
-    """Known answers of the Random123 library for philox4x32 with 10 rounds."""
+    """The expected words are the Random123 library's known answers for philox4x32 with 10 rounds."""
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
     k0, k1 = (torch.tensor([word]) for word in key)
     assert tuple(int(word) for word in philox((c0, c1, c2, c3), (k0, k1))) == words
@@ -62,7 +62,7 @@ def test_noise_is_finite_for_every_word() -> None:
     assert float(noise[-1]) < 22.9
 
 
-GROUPED = 501  # neighbouring tokens that are counted together
+GROUPED = 501  # number of neighbouring tokens that are counted together
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.8])
@@ -122,7 +122,7 @@ def test_a_draw_depends_on_its_own_seed_position_and_logits_only() -> None:
 
 
 def test_draws_are_the_same_on_every_machine() -> None:
-    """Tokens written down once: seeds that users keep must go on giving the same answers."""
+    """The expected tokens are fixed: a seed that a user keeps must give the same answers in later versions."""
     logits = (torch.arange(1000) * 37 % 101).float() / 25
     expected = [554, 529, 253, 92, 696, 924, 562, 591]
     for draw in (cpu.sample, reference.sample):

@@ -1,4 +1,4 @@
-"""Building a step's batch from rows that persist."""
+"""Building a step's batch from persistent rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONAL = ("top_k", "top_p", "min_p", "allowed", "bad_words", "banned", "bias",
 
 
 def rows_with(**requests: SamplingParams) -> tuple[SamplingRows, Tensor]:
-    """Rows row0, row1, ... in use; stop tokens 0 and 1, prompts of 3 tokens."""
+    """Return rows that use row0, row1, ... with stop tokens 0 and 1 and prompts of 3 tokens, and their token table."""
     table = torch.randint(VOCAB, (8, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     rows = SamplingRows(8, VOCAB, table)
     for name, request in requests.items():
@@ -44,7 +44,7 @@ def used(batch: SamplingBatch) -> set[str]:
     return {name for name in OPTIONAL if getattr(batch, name) is not None}
 
 
-def test_a_step_pays_only_for_what_its_rows_use() -> None:
+def test_a_batch_has_only_the_parameters_that_its_rows_use() -> None:
     rows, _ = rows_with(row0=SamplingParams(), row1=EVERYTHING, row2=SamplingParams(temperature=0))
     assert used(rows.batch([0, 2], [5, 6])) == set()
     assert rows.batch([2], [6]).temperature is None
@@ -71,13 +71,13 @@ def test_rows_of_the_batch_are_rows_of_the_logits() -> None:
     assert batch.banned.rows.tolist() == [2, 2], "row 7 has drawn its four tokens"
 
 
-def test_stop_tokens_open_with_the_token_after_min_tokens() -> None:
+def test_stop_tokens_are_allowed_after_min_tokens() -> None:
     rows, _ = rows_with(row0=SamplingParams(min_tokens=2, max_tokens=5))
     closed = [rows.batch([0], [position]).banned is not None for position in (3, 4, 5, 6)]
     assert closed == [True, True, False, False]
 
 
-def test_a_freed_row_leaves_nothing_to_the_next_request() -> None:
+def test_the_next_request_in_a_freed_row_inherits_nothing() -> None:
     rows, _ = rows_with(row0=EVERYTHING)
     rows.batch([0], [5])
     rows.free(0)
@@ -89,7 +89,7 @@ def test_a_freed_row_leaves_nothing_to_the_next_request() -> None:
     assert batch.temperature.tolist() == [0.5]
 
 
-def test_what_was_gathered_serves_until_the_rows_change() -> None:
+def test_gathered_tensors_are_reused_until_the_rows_change() -> None:
     rows, _ = rows_with(row0=EVERYTHING, row1=SamplingParams())
     first, second = rows.batch([0, 1], [5, 5]), rows.batch([0, 1], [6, 6])
     assert first.seeds is second.seeds
@@ -99,7 +99,7 @@ def test_what_was_gathered_serves_until_the_rows_change() -> None:
     assert rows.batch([0, 1], [7, 7]).seeds is not second.seeds
 
 
-def test_a_row_draws_the_same_alone_and_in_any_company() -> None:
+def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
     requests = {f"row{i}": EVERYTHING if i % 2 else SamplingParams(temperature=i / 3) for i in range(6)}
     rows, _ = rows_with(**requests)
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(4))
@@ -126,7 +126,7 @@ def test_allowed_tokens_reach_to_the_end_of_the_vocabulary() -> None:
         SamplingParams(bad_words_token_ids=[[1]]),
     ],
 )
-def test_rows_that_ask_for_more_than_their_words_say_are_found(request_: SamplingParams) -> None:
+def test_rows_that_need_edits_of_logits_are_found(request_: SamplingParams) -> None:
     plain = SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1)
     rows, _ = rows_with(row0=plain, row3=request_, row5=plain)
     assert rows.edited([5, 3, 0], [4, 4, 4]) == [1]
@@ -134,12 +134,12 @@ def test_rows_that_ask_for_more_than_their_words_say_are_found(request_: Samplin
     assert rows.edited([5, 0], [5, 5]) == []
 
 
-def test_rows_are_plain_once_their_stop_tokens_are_open() -> None:
+def test_rows_need_no_edits_once_their_stop_tokens_are_allowed() -> None:
     rows, _ = rows_with(row0=SamplingParams(), row1=SamplingParams(min_tokens=2, max_tokens=5))
     assert [rows.edited([0, 1], [9, position]) for position in (3, 4, 5)] == [[1], [1], []]
 
 
-def test_the_words_of_a_row_say_what_its_batch_says() -> None:
+def test_the_encoded_row_has_the_parameters_of_its_batch() -> None:
     requests = [SamplingParams(temperature=i / 4, top_k=7 * i, top_p=1 - i / 9, min_p=i / 50) for i in range(6)]
     rows, _ = rows_with(**{f"row{i}": request for i, request in enumerate(requests)})
     table = torch.stack([torch.from_numpy(encode_row(r, seed=100 + i, prompt_len=3)) for i, r in enumerate(requests)])
@@ -152,7 +152,7 @@ def test_the_words_of_a_row_say_what_its_batch_says() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1, 2**32, 2**63 - 1])
-def test_seeds_of_every_size_fit_the_words(seed: int) -> None:
+def test_seeds_of_every_size_fit_an_encoded_row(seed: int) -> None:
     words = torch.from_numpy(encode_row(SamplingParams(top_k=2**31 - 1), seed=seed, prompt_len=1))[None]
     batch = decode_rows(words, torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
     assert batch.seeds.tolist() == [seed]
@@ -170,7 +170,7 @@ def test_padding_rows_draw_token_0_and_change_no_other(num_threads: int) -> None
     assert sample_rows(logits.bfloat16(), table, rows, torch.tensor([4, 0, 5])).dtype == torch.int64
 
 
-def test_a_batch_travels_to_its_device_whole() -> None:
+def test_all_tensors_of_a_batch_are_copied_to_its_device() -> None:
     rows, _ = rows_with(row0=EVERYTHING, row1=EVERYTHING)
     batch = rows.batch([0, 1], [4, 5])
     assert upload(batch, torch.device("cpu")) is batch
@@ -183,14 +183,14 @@ def test_a_batch_travels_to_its_device_whole() -> None:
 
 
 @pytest.mark.gpu
-def test_what_arrives_on_the_device_is_what_was_sent() -> None:
+def test_tensors_on_the_device_equal_those_of_the_host() -> None:
     rows, table = rows_with(row0=EVERYTHING, row1=EVERYTHING)
     batch = rows.batch([0, 1], [4, 5])
     history = replace(batch.history, token_ids=table.cuda()) if batch.history else None
     moved = upload(replace(batch, history=history), torch.device("cuda"))
     assert moved.history is not None
     assert history is not None
-    assert moved.history.token_ids is history.token_ids, "what is there already stays"
+    assert moved.history.token_ids is history.token_ids, "tensors that are on the device already must not be copied"
     for name in ("allowed", "bad_words", "banned", "bias", "penalties"):
         ours, theirs = getattr(moved, name), getattr(batch, name)
         for field in fields(theirs):
@@ -198,7 +198,7 @@ def test_what_arrives_on_the_device_is_what_was_sent() -> None:
 
 
 def allowed_in(rows: SamplingRows, wanted: list[int]) -> dict[int, set[int]]:
-    """By index of the batch, the tokens that its masked rows may draw."""
+    """Return the tokens that masked rows may draw, by index in the batch."""
     allowed = rows.batch(wanted, [5] * len(wanted)).allowed
     if allowed is None:
         return {}
@@ -209,7 +209,7 @@ def allowed_in(rows: SamplingRows, wanted: list[int]) -> dict[int, set[int]]:
     }
 
 
-def test_a_mask_holds_for_one_step_and_goes_with_what_the_request_allows() -> None:
+def test_a_mask_holds_for_one_step_and_combines_with_the_requests_allowed_tokens() -> None:
     rows, _ = rows_with(row0=SamplingParams(), row1=SamplingParams(allowed_token_ids=[3, 9, 33]), row2=SamplingParams())
     words = torch.tensor([1 << 9 | 1 << 4, 1 << 1], dtype=torch.int32)  # 9, 4 and 33
     assert allowed_in(rows, [2, 1, 0]) == {1: {3, 9, 33}}
@@ -222,7 +222,7 @@ def test_a_mask_holds_for_one_step_and_goes_with_what_the_request_allows() -> No
         assert rows.edited([0, 2], [5, 5]) == []
 
 
-def test_rows_without_a_mask_draw_what_they_draw_beside_none() -> None:
+def test_a_mask_changes_no_draw_of_other_rows() -> None:
     requests = {f"row{i}": SamplingParams(temperature=0.9) for i in range(3)}
     rows, _ = rows_with(**requests)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Parts of one softmax are merged to the whole, and the last of several programs is told that it is the last."""
+"""Parts of one softmax are merged to the whole, and the last of several programs learns that it is the last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS, ROWS, DIM = 4, 2, 8
 
 @triton.jit
 def merge(sums, weights, tops, out, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, MANY: tl.constexpr):
-    """Merge parts [PARTS, ROWS, DIM] one after the other, or (MANY) two at a time, and write the means [ROWS, DIM]."""
+    """Merge parts [PARTS, ROWS, DIM] one by one, or two at a time (MANY), and write the means [ROWS, DIM]."""
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
     total = tl.zeros([ROWS, DIM], tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
@@ -55,10 +55,10 @@ def count_up(counter, last, num_programs):
 
 
 def softmax_in_parts(device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the mean of values weighted by 2^score, [ROWS, DIM], and the parts of it: sums, weights, tops."""
+    """Return the mean of values weighted by 2^score, [ROWS, DIM], and its parts: sums, weights, maxima of scores."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(ROWS, PARTS, 5, generator=generator) * 20
-    scores[1, 2] = float("-inf")  # a part of which this row sees no key
+    scores[1, 2] = float("-inf")  # this row sees no key of this part
     values = torch.randn(PARTS, 5, DIM, generator=generator)
     exact = (scores.flatten(1).double() * torch.log(torch.tensor(2.0))).softmax(1) @ values.flatten(0, 1).double()
     tops = scores.amax(2)  # [ROWS, PARTS]

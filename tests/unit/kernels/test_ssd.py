@@ -1,4 +1,4 @@
-"""The definition of Mamba-2's recurrence against its dual form, and what CPUs run, in C++ and in torch, against it."""
+"""The reference of Mamba-2's recurrence against its dual form; the CPU's C++ and torch against the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
 
 
 def test_the_definition_is_attention_without_softmax_whose_weights_decay() -> None:
-    """Equation 6 of the paper: one matrix for the whole sequence instead of a state that is carried along."""
+    """Equation 6 of the paper has one matrix for the whole sequence instead of a recurrent state."""
     step = ssd_step([40], CPU, fresh=[0], sizes=Sizes(4, 2, 8, 16)).converted(torch.float64)
     out, state = step.run(reference.ssd)
     dt = functional.softplus(step.time_steps.raw + step.time_steps.bias)
@@ -44,7 +44,7 @@ def test_the_definition_is_attention_without_softmax_whose_weights_decay() -> No
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("run", ON_CPUS)
-def test_prompts_give_what_single_tokens_do(run: Callable[..., Tensor], dtype: torch.dtype) -> None:
+def test_prompts_give_what_single_tokens_give(run: Callable[..., Tensor], dtype: torch.dtype) -> None:
     ssd_step(RAGGED, CPU, dtype=dtype, fresh=[1, 5], checkpoints=CHECKPOINTS).check(run)
 
 
@@ -58,9 +58,7 @@ def test_head_dimensions_need_not_be_powers_of_two(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize("run", ON_CPUS)
 @pytest.mark.parametrize("in_place", [True, False])
-def test_decodes_chunks_of_one_token_and_padding_may_lie_side_by_side(
-    in_place: bool, run: Callable[..., Tensor]
-) -> None:
+def test_decodes_and_chunks_of_one_token_and_padding_share_a_step(in_place: bool, run: Callable[..., Tensor]) -> None:
     case = {"checkpoints": [(3, 64), (3, 80), (4, 1)], "fresh": [1, 5], "padding": 3, "in_place": in_place}
     ssd_step([1, 1, 1, 130, 1, 20], CPU, **case).check(run)  # type: ignore[arg-type]
     ssd_step([5, 1, 0, 2, 3], CPU, decode_tokens=5, fresh=[3], in_place=in_place, with_bias=False).check(run)
@@ -68,7 +66,7 @@ def test_decodes_chunks_of_one_token_and_padding_may_lie_side_by_side(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_token_gives_the_same_bits_however_its_prompt_is_cut_and_beside_whatever(
+def test_a_token_gives_the_same_bits_however_its_prompt_is_cut_and_in_any_batch(
     dtype: torch.dtype, num_threads: int
 ) -> None:
     step = ssd_step([70, 150], CPU, sizes=Sizes(4, 2, 20, 32), dtype=dtype, fresh=[0])
@@ -86,7 +84,9 @@ def test_a_token_gives_the_same_bits_however_its_prompt_is_cut_and_beside_whatev
 @pytest.mark.parametrize(
     ("sizes", "compiled"), [(SMALL, True), (Sizes(2, 1, 18, 32), False), (Sizes(2, 1, 32, 24), False)]
 )
-def test_torch_serves_what_is_not_compiled(sizes: Sizes, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_serves_shapes_that_the_native_kernel_does_not(
+    sizes: Sizes, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: object, **__: object) -> Tensor:
         raise AssertionError("by chunks")
 
@@ -100,14 +100,14 @@ def test_torch_serves_what_is_not_compiled(sizes: Sizes, compiled: bool, monkeyp
 
 
 @pytest.mark.parametrize("log_rate", [-20.0, 6.0])
-def test_decays_may_be_nothing_or_nearly_all(log_rate: float) -> None:
+def test_decays_may_be_zero_or_nearly_complete(log_rate: float) -> None:
     step = ssd_step([3, 150], CPU, log_rate=log_rate)
     step.check(ssd)
-    step.check(cpu.by_chunks, slack=100.0)  # as exact as the sums of decays are
+    step.check(cpu.by_chunks, slack=100.0)  # only as exact as the sums of decays
 
 
 @pytest.mark.parametrize("limits", [(0.0, 0.05), (0.2, 0.3)])
-def test_time_steps_keep_to_their_limits(limits: tuple[float, float]) -> None:
+def test_time_steps_are_clamped_to_their_limits(limits: tuple[float, float]) -> None:
     step = ssd_step([1, 70], CPU, limits=limits)
     step.check(ssd)
     step.check(cpu.by_chunks)

@@ -1,4 +1,4 @@
-"""Mamba-2's recurrence in Triton against the definition; interpreted where there is no GPU."""
+"""Mamba-2's recurrence in Triton against the reference; interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_all_groups_and_sizes_equal_the_reference(sizes: Sizes, triton_device: t
     ssd_step([1, 70], triton_device, sizes=sizes, in_place=False).check(gpu.ssd)
 
 
-def test_a_checkpoint_may_lie_where_the_state_was_read(triton_device: torch.device) -> None:
+def test_a_checkpoint_may_overwrite_the_state_that_was_read(triton_device: torch.device) -> None:
     checkpoints = [(0, 8), (1, 64), (2, 100), (2, 200)]
     step = ssd_step([65, 130, 270], triton_device, checkpoints=checkpoints, in_place=False, keeps_in_source=True)
     assert set(step.batch.sources.tolist()) <= set(step.batch.checkpoints.tolist())
     step.check(gpu.ssd)
 
 
-def test_a_step_of_any_mix_passes_over_what_is_not_its_own(triton_device: torch.device) -> None:
+def test_a_captured_step_of_any_mix_skips_its_padding(triton_device: torch.device) -> None:
     case = {"checkpoints": [(3, 64), (3, 80), (5, 8)], "fresh": [1, 5], "padding": 3}
     step = ssd_step([1, 1, 1, 130, 1, 20], triton_device, **case)  # type: ignore[arg-type]
     assert (step.batch.least_decodes, step.batch.num_decodes.item(), step.batch.most_decodes) == (0, 3, 9)
@@ -75,13 +75,13 @@ def test_a_few_tokens_go_one_by_one(triton_device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("log_rate", [-20.0, 6.0])
-def test_decays_may_be_nothing_or_nearly_all(log_rate: float, triton_device: torch.device) -> None:
+def test_decays_may_be_zero_or_nearly_complete(log_rate: float, triton_device: torch.device) -> None:
     step = ssd_step([1, 150], triton_device, log_rate=log_rate)
-    step.check(gpu.ssd, slack=100.0)  # differences of sums of decays are as exact as these sums
+    step.check(gpu.ssd, slack=100.0)  # a difference of summed decays is only as exact as the sums
 
 
 @pytest.mark.parametrize("limits", [(0.0, 0.05), (0.2, 0.3)])
-def test_time_steps_keep_to_their_limits(limits: tuple[float, float], triton_device: torch.device) -> None:
+def test_time_steps_are_clamped_to_their_limits(limits: tuple[float, float], triton_device: torch.device) -> None:
     step = ssd_step([1, 70], triton_device, limits=limits)
     step.check(gpu.ssd)
     free = dataclasses.replace(step, time_steps=dataclasses.replace(step.time_steps, limits=(0.0, 1e9)))
@@ -111,7 +111,7 @@ def test_a_prompt_may_be_cut_anywhere(triton_device: torch.device) -> None:
     torch.testing.assert_close(state[slot], whole_state[slot], atol=1e-5, rtol=1e-5)
 
 
-def test_a_neighbour_that_is_not_a_number_stays_one(triton_device: torch.device) -> None:
+def test_nan_in_one_sequence_does_not_reach_others(triton_device: torch.device) -> None:
     step = ssd_step([1, 40, 70], triton_device)
     clean, clean_state = step.run(gpu.ssd)
     for rows in (step.x, step.b, step.c, step.time_steps.raw):
@@ -129,16 +129,17 @@ def test_padding_of_a_captured_graph_reads_and_writes_nothing(triton_device: tor
     dataclasses.replace(step, batch=dataclasses.replace(step.batch, targets=targets)).check(gpu.ssd)
 
 
-def test_a_state_that_goes_nowhere_is_not_written(triton_device: torch.device) -> None:
+def test_a_state_without_a_target_is_not_written(triton_device: torch.device) -> None:
     step = ssd_step([1, 70], triton_device)
     batch = dataclasses.replace(step.batch, targets=torch.full_like(step.batch.targets, -1))
-    arena = torch.cat([torch.full_like(step.state[:1], 3.0), step.state])  # what lies before slot 0 is in reach
+    # The arena has one more slot in front, which shows writes to slot -1.
+    arena = torch.cat([torch.full_like(step.state[:1], 3.0), step.state])
     before = arena.clone()
     gpu.ssd(step.x, step.b, step.c, step.time_steps, arena[1:], batch, skip=step.skip)
     assert_same_states(arena, before)
 
 
-def test_views_of_one_tensor_are_read_where_they_lie(triton_device: torch.device) -> None:
+def test_inputs_may_be_views_of_one_tensor(triton_device: torch.device) -> None:
     step = ssd_step([1, 70], triton_device)
     parts = (step.x, step.b, step.c, step.time_steps.raw)
     packed = torch.cat([rows.flatten(1) for rows in parts], 1)
@@ -156,7 +157,7 @@ def test_views_of_one_tensor_are_read_where_they_lie(triton_device: torch.device
     assert torch.equal(state[step.written], expected_state[step.written])
 
 
-# ---- what the compiler makes of it for an H200 ----------------------------------------------------------------------
+# ---- compiled for an H200 --------------------------------------------------------------------------------------------
 
 TYPES = {
     **dict.fromkeys(("x", "b", "c", "raw", "out"), "*bf16"),
@@ -195,7 +196,7 @@ def compiled(
         (1, 8, 2, 0),
         (2, 8, 2, 160),
         (2, 8, 3, 160),
-    ],  # two heads: addresses and masks, not states
+    ],  # with two heads addresses and masks spill, not states
 )
 def test_the_scan_runs_on_tensor_cores_and_loads_ahead(
     heads: int, warps: int, stages: int, max_spill_bytes: int
@@ -209,14 +210,14 @@ def test_the_scan_runs_on_tensor_cores_and_loads_ahead(
 
 
 def test_wide_states_run_on_tensor_cores() -> None:
-    # What spills are addresses and masks, which are the same for every chunk; the state itself stays in registers.
+    # Addresses and masks spill, which are the same for every chunk. The state stays in registers.
     made = compiled(scan.scan_chunks, {**SCAN, "num_warps": 8}, max_spill_bytes=320, STATE_DIM=256)
     assert made.wgmma
     assert "mma.sync" not in made.ptx
 
 
 def test_few_rows_of_a_state_run_on_tensor_cores() -> None:
-    """A program has 16 of a head's 80 dimensions: what divides them and is a power of two."""
+    """A program takes 16 of a head's 80 dimensions: the largest power of two that divides them."""
     shape = SSDShape(num_heads=128, group=16, head_dim=80, state_dim=128)
     narrow = scan_options(shape, 1, 1024, torch.bfloat16, torch.device("cpu"))
     assert narrow["VALUES"] == 16
@@ -268,7 +269,7 @@ def test_slots_past_4_gib_are_found(lengths: list[int]) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_serves_slots_that_came_after_it() -> None:
+def test_a_captured_graph_serves_later_slots() -> None:
     step = ssd_step([1] * 8, torch.device("cuda"), sizes=NEMOTRON, dtype=torch.bfloat16)
     state = step.state.nan_to_num(0.5)
 

@@ -1,4 +1,4 @@
-"""A step's sequences are cut into chunks, and checkpoints can be asked for at their ends."""
+"""A step's sequences are cut into chunks, and a checkpoint can be requested at the end of each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_few_tokens_may_be_a_decode() -> None:
     assert (batch.num_decodes.item(), batch.chunk_seqs.tolist()) == (2, [2, 3])
 
 
-def test_what_pads_a_step_has_no_tokens() -> None:
+def test_padding_of_a_step_has_no_tokens() -> None:
     cuts = Cuts.of([1, 70], [0, 1]).padded(num_seqs=4, num_chunks=5)
     assert cuts.query_start == [0, 1, 71, 71, 71]
     assert cuts.chunk_start == [1, 65, 71, 71, 71, 71]
@@ -52,7 +52,9 @@ def test_what_pads_a_step_has_no_tokens() -> None:
     st.sampled_from([16, 64, 100, 512]),
     st.lists(st.integers(0, 600), min_size=20, max_size=20),
 )
-def test_no_step_has_more_chunks_than_its_size_may_have(lengths: list[int], spacing: int, starts: list[int]) -> None:
+def test_no_step_has_more_chunks_than_the_bound_for_its_size(
+    lengths: list[int], spacing: int, starts: list[int]
+) -> None:
     kept = [
         StateCheckpoint(seq, cut - start, 7 + seq)
         for seq, (start, length) in enumerate(zip(starts, lengths, strict=False))
@@ -99,12 +101,12 @@ def test_chunks_cover_every_token_once(data: st.DataObject) -> None:
         (StateCheckpoint(2, 2, 5), "give from 8 to all"),
     ],
 )
-def test_checkpoints_that_cannot_be_are_refused(checkpoint: StateCheckpoint, message: str) -> None:
+def test_impossible_checkpoints_are_refused(checkpoint: StateCheckpoint, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StateBatch.plan([1, 100, 3], [0, 1, 2], [0, 1, 2], checkpoints=[checkpoint])
 
 
-def test_a_checkpoint_lies_in_what_is_read_only_where_it_is_the_first_and_near() -> None:
+def test_only_a_near_first_checkpoint_may_overwrite_the_source() -> None:
     near, far = StateCheckpoint(0, 500, 7), StateCheckpoint(0, 513, 7)
     StateBatch.plan([600], [7], [8], checkpoints=[near, StateCheckpoint(0, 550, 9)])
     for checkpoints in ([far], [StateCheckpoint(0, 100, 9), near]):

@@ -1,4 +1,4 @@
-"""The step's kernels, interpreted on a CPU or compiled on a GPU, against their definitions."""
+"""The step's kernels, interpreted on a CPU or compiled on a GPU, against the references."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_decode_inputs_are_chunk_inputs_of_one_token_each(
     kernels.decode_inputs(step.tables, step.batch, step.inputs)  # type: ignore[attr-defined]
     reference.chunk_inputs(other.tables, other.batch, other.inputs)
     for name, tensor in step.tensors().items():
-        count = num_real if name.endswith("last_tokens") else len(tensor)  # whatever padding wants is dropped
+        count = num_real if name.endswith("last_tokens") else len(tensor)  # the draws of padding rows are dropped
         assert torch.equal(tensor[:count], other.tensors()[name][:count]), name
     assert step.inputs.last_tokens.tolist() == list(range(num_seqs))
 
 
 @pytest.mark.parametrize("num_seqs", [1, 6, 130])
-def test_states_of_decodes_are_found_in_the_entries_of_the_tokens_before_and_at_them(
+def test_states_of_decodes_are_in_the_entries_of_the_tokens_before_and_at_them(
     kernels: object, triton_device: torch.device, num_seqs: int
 ) -> None:
     starts = [0, 1, 511, 512, 513, 1024][:num_seqs]
@@ -96,7 +96,7 @@ def test_states_of_decodes_are_found_in_the_entries_of_the_tokens_before_and_at_
 
 
 @pytest.mark.parametrize("num_decodes", [0, 4, 6])
-def test_a_state_goes_on_from_what_it_has_read_and_over_what_was_accepted_behind_that(
+def test_a_state_continues_from_its_last_token_over_the_accepted_drafts(
     kernels: object, triton_device: torch.device, num_decodes: int
 ) -> None:
     lens, padding = [1, 3, 1, 4, 2, 5], 130
@@ -141,7 +141,7 @@ def test_a_state_goes_on_from_what_it_has_read_and_over_what_was_accepted_behind
     assert not filled[4, len(rows) :].any()
 
 
-def test_drawn_tokens_land_in_their_rows_and_in_one_page_after_another(
+def test_drawn_tokens_are_stored_in_their_rows_and_in_one_page_after_another(
     kernels: object, triton_device: torch.device
 ) -> None:
     step = make_step(triton_device, [1, 5, 1, 2], 7, 9)
@@ -165,7 +165,7 @@ def test_drawn_tokens_land_in_their_rows_and_in_one_page_after_another(
         step.tables.computed.copy_(before.tables.computed)
 
 
-def test_tokens_drawn_again_take_the_place_of_the_first_ones(kernels: object, triton_device: torch.device) -> None:
+def test_redrawn_tokens_replace_the_first_ones(kernels: object, triton_device: torch.device) -> None:
     step = make_step(triton_device, [1, 1, 1, 1], 6, 6)
     step.batch.samples.fill_(1)
     for page in (0, 1, 2, 0):
@@ -182,7 +182,7 @@ def test_tokens_drawn_again_take_the_place_of_the_first_ones(kernels: object, tr
             assert torch.equal(tensor, expected.tensors()[name]), name
 
 
-def test_who_drew_no_token_is_told_and_its_row_can_be_read_all_the_same(
+def test_a_row_without_a_token_is_reported_and_its_token_in_the_table_is_valid(
     kernels: object, triton_device: torch.device
 ) -> None:
     step = make_step(triton_device, [1, 1, 1], 3, 3)
@@ -199,7 +199,7 @@ def test_who_drew_no_token_is_told_and_its_row_can_be_read_all_the_same(
 
 @pytest.mark.parametrize(("lens", "draws", "num_seqs", "num_draws"), WITH_DRAFTS)
 @pytest.mark.parametrize("lag", [0, 2])
-def test_guesses_become_tokens_of_their_rows_and_each_draw_has_its_place(
+def test_guesses_become_tokens_of_their_rows_and_each_draw_has_a_row_and_position(
     kernels: object,
     triton_device: torch.device,
     lens: list[int],
@@ -223,7 +223,7 @@ def test_guesses_become_tokens_of_their_rows_and_each_draw_has_its_place(
         tokens += range(end - count, end)
         for position in range(start + length - count + 1, start + length):
             number = position - (start + 1 - lag)
-            # What the table does not hold is token 0.
+            # A guess that the table does not hold is token 0.
             expected[row, position] = guesses.token_ids[row, number] if number < 4 else 0
     kernels.place_drafts(step.tables, guesses, step.batch, places)  # type: ignore[attr-defined]
     assert torch.equal(step.tables.tokens, expected)
@@ -233,9 +233,11 @@ def test_guesses_become_tokens_of_their_rows_and_each_draw_has_its_place(
     assert places.tokens.tolist() == tokens + [0] * padding
 
 
-def test_draws_are_kept_up_to_the_first_that_is_not_its_draft(kernels: object, triton_device: torch.device) -> None:
-    draws, right = [4, 1, 3, 3, 2, 1, 1], [3, 0, 1, 0, 0, 0, 0]  # of the drafts, so many are right
-    lens = [4, 1, 3, 3, 2, 9, 5]  # the last two read prompts, and only the first of them to its end
+def test_draws_are_kept_up_to_the_first_that_differs_from_its_draft(
+    kernels: object, triton_device: torch.device
+) -> None:
+    draws, right = [4, 1, 3, 3, 2, 1, 1], [3, 0, 1, 0, 0, 0, 0]  # number of right drafts
+    lens = [4, 1, 3, 3, 2, 9, 5]  # the last two are in prefill, and only the first of them reaches the prompt's end
     step = make_step(triton_device, lens, 9, 30, draws=draws)
     step.batch.samples.fill_(1)
     step.batch.samples[6] = 0
@@ -266,11 +268,11 @@ def test_draws_are_kept_up_to_the_first_that_is_not_its_draft(kernels: object, t
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_drafts_are_accepted_anew_where_their_tokens_were_drawn_again(
+def test_drafts_are_accepted_again_after_their_tokens_are_redrawn(
     kernels: object, triton_device: torch.device, lag: int
 ) -> None:
-    lens, draws = [4, 1, 3, 3, 2, 5], [4, 1, 3, 3, 2, 1]  # the last one reads a prompt
-    before, after = [3, 0, 1, 0, 1, 0], [1, 0, 1, 2, 0, 0]  # drafts that are right
+    lens, draws = [4, 1, 3, 3, 2, 5], [4, 1, 3, 3, 2, 1]  # the last one is in prefill
+    before, after = [3, 0, 1, 0, 1, 0], [1, 0, 1, 2, 0, 0]  # numbers of right drafts
     step = make_step(triton_device, lens, 7, 20, draws=draws)
     step.batch.samples.fill_(1)
     guesses, places = make_drafts(step, triton_device, width=4 + lag, lag=lag)
@@ -285,7 +287,7 @@ def test_drafts_are_accepted_anew_where_their_tokens_were_drawn_again(
             first += count
         return tokens
 
-    redrawn = [4, 3, 0, 5, 1]  # of the third sequence nothing is drawn again
+    redrawn = [4, 3, 0, 5, 1]  # indices of draws; the third sequence is not redrawn
     twin = copy.deepcopy(step)
     for each, right in ((step, before), (twin, after)):
         ring = OutputRing(torch.full((PAGES, 16), -77, dtype=torch.int32, device=triton_device), each.ring.turn)
@@ -304,9 +306,7 @@ def test_drafts_are_accepted_anew_where_their_tokens_were_drawn_again(
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_writes_change_what_they_name_and_nothing_else(
-    kernels: object, triton_device: torch.device, count: int
-) -> None:
+def test_writes_change_their_targets_and_nothing_else(kernels: object, triton_device: torch.device, count: int) -> None:
     memory = torch.arange(5000, dtype=torch.int32, device=triton_device)
     values = torch.arange(10_000, 13_000, dtype=torch.int32, device=triton_device)
     written = [(3500, 7, PIECE), (0, 2999, 1), (17, 1100, 500)][:count]

@@ -20,7 +20,7 @@ errors = pytest.importorskip("triton").runtime.errors
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """Return how long a run with a BLOCK takes; runs return their BLOCK."""
+    """Times of runs by their BLOCK, which replace measurements."""
     table: dict[int, float] = {}
     monkeypatch.setattr(tune, "seconds_per_call", lambda run, device, measure_s=None: table[run()])
     return table
@@ -81,12 +81,12 @@ def test_candidates_are_compiled_ahead_before_the_first_of_them_runs(
     assert done[:6] == ["recording", "a variant", "run 32", "run 64", "compiled", "run 32"]
 
 
-def test_where_no_candidate_fits_the_problem_is_named(seconds: dict[int, float]) -> None:
+def test_a_problem_without_a_fitting_candidate_is_named(seconds: dict[int, float]) -> None:
     with pytest.raises(ValueError, match=r"none of 1 candidates runs on this device at {'rows': 7}"):
         tune.best(problem(512, rows=7), CPU)
 
 
-def test_what_is_written_is_what_config_reads(
+def test_config_reads_the_written_options(
     seconds: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds.update({32: 1.0, 64: 2.0})

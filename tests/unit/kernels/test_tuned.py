@@ -1,4 +1,4 @@
-"""Options come from the measurement nearest to what is asked, and from the default where there is none."""
+"""Options are those of the nearest measurement, or the default if there is none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Write = Callable[..., None]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes a file of measurements `(key, BLOCK)` for the op "op", on a machine with an H200 and Triton 3.6."""
+    """Return a function that writes measurements `(key, BLOCK)` of the op "op", as on an H200 with Triton 3.6."""
     monkeypatch.setattr(tuned, "LIBRARY", tmp_path)
     monkeypatch.setattr(tuned, "device_name", lambda device: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: (3, 6))
@@ -41,7 +41,7 @@ def block_for(**key: int | str) -> int:
     return tuned.config("op", H200, key, DEFAULT)["BLOCK"]
 
 
-def test_the_nearest_key_by_factor_serves(write: Write) -> None:
+def test_the_key_nearest_by_ratio_is_used(write: Write) -> None:
     write(
         ({"rows": 1, "columns": 4096}, 10), ({"rows": 64, "columns": 4096}, 20), ({"rows": 4096, "columns": 4096}, 30)
     )
@@ -51,13 +51,13 @@ def test_the_nearest_key_by_factor_serves(write: Write) -> None:
     assert block_for(rows=100_000, columns=1024) == 30
 
 
-def test_an_entry_of_another_word_does_not_serve(write: Write) -> None:
+def test_an_entry_with_another_text_value_is_not_used(write: Write) -> None:
     write(({"rows": 1, "dtype": "bfloat16"}, 10), ({"rows": 64, "dtype": "float16"}, 20))
     assert block_for(rows=64, dtype="bfloat16") == 10
     assert block_for(rows=64, dtype="float32") == DEFAULT["BLOCK"]
 
 
-def test_entries_of_another_kernel_of_the_op_do_not_serve(write: Write) -> None:
+def test_entries_of_another_kernel_of_the_op_are_not_used(write: Write) -> None:
     write(({"rows": 1, "pages": 2}, 10))
     assert block_for(rows=1) == DEFAULT["BLOCK"]
 
@@ -73,9 +73,7 @@ def test_a_device_that_was_not_measured_gets_the_default_and_one_line_in_the_log
     ]
 
 
-def test_the_nearest_version_of_triton_serves_and_is_logged_once(
-    write: Write, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_nearest_version_of_triton_is_used_and_logged_once(write: Write, caplog: pytest.LogCaptureFixture) -> None:
     write(({"rows": 1}, 10), triton="3.2")
     write(({"rows": 1}, 20), triton="3.9")
     with caplog.at_level(logging.INFO):
@@ -85,7 +83,7 @@ def test_the_nearest_version_of_triton_serves_and_is_logged_once(
     ]
 
 
-def test_a_file_of_other_options_than_the_kernel_takes_is_refused(write: Write) -> None:
+def test_a_file_with_options_that_the_kernel_does_not_take_is_refused(write: Write) -> None:
     write(({"rows": 1}, 10))
     with pytest.raises(
         ValueError, match=r"op is tuned for \['BLOCK', 'num_warps'\] but takes \['SIZE'\]: tune it again"

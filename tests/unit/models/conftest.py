@@ -1,4 +1,4 @@
-"""A config.json with changes, and a model beside that of `transformers`."""
+"""Fixtures that read a changed config.json, and that load a model and its counterpart in `transformers`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .published_configs import PLAIN
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
-    """(our model, the `transformers` model) of a variant, both from one checkpoint."""
+    """Return a function that makes (our model, the `transformers` model) of a variant, with equal weights."""
 
     @functools.cache
     def make(variant: str, dtype: str = "float32") -> Pair:
@@ -34,7 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[..., ModelConfig]:
-    """Writes a config.json of PLAIN with changes (None removes a key) and reads it."""
+    """Return a function that writes PLAIN with changes (None removes a key) to config.json and reads it."""
 
     def make(
         generation: dict[str, Any] | None = None, given: dict[str, Any] | None = None, **changes: Any
@@ -50,5 +50,5 @@ def read(tmp_path: Path) -> Callable[..., ModelConfig]:
 
 @pytest.fixture
 def keeps_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU keeps 8 bits, as a GPU does: the reference computes with them."""
+    """Let a CPU keep FP8 weights as a GPU does; the reference then computes with them."""
     monkeypatch.setattr(fp8, "has_gpu_kernels", lambda device: True)

@@ -1,4 +1,4 @@
-"""Variants of every architecture, and each of them beside the model of `transformers`."""
+"""Variants of every architecture, for comparisons with the models of `transformers`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from baton.engine.layers.decoder import CausalLM
 from ...helpers.checkpoints import ARCHITECTURES, TIED
 from ...helpers.tiny_shapes import ROPES
 
-TOLERANCE = 1e-4  # of a logprob, float32
-RECURRENT_TOLERANCE = 5e-4  # states carry rounding from token to token: two ways of `transformers` differ by a third
-SENSITIVE = 2  # a few positions are so: there one CPU's order of sums and another's differ by so many tolerances
+TOLERANCE = 1e-4  # error of a logprob in float32
+RECURRENT_TOLERANCE = 5e-4  # states accumulate rounding: two paths of `transformers` differ by a third of it
+SENSITIVE = 2  # for a few positions, where CPUs that sum in different orders differ by so many tolerances
 KINDS = ("full_attention", "sliding_attention")
 GEMMA_4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40}
-# name: (architecture, config keys): what the differences of an architecture, and options within one, look like
+# name: (architecture, config keys). Every architecture, and options within one
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{architecture: (architecture, {}) for architecture in ARCHITECTURES},
     **{f"{architecture}-tied": (architecture, {"tie_word_embeddings": True}) for architecture in TIED},
@@ -171,7 +171,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1]}),
     "qwen3_moe-every-second": ("qwen3_moe", {"decoder_sparse_step": 2}),
     "qwen3_moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
-    # Keys of others' windows, which these leave unread.
+    # Window keys of other architectures, which these ignore.
     "llama-stray-keys": ("llama", {"use_sliding_window": True, "sliding_window": 20}),
     "mistral-stray-keys": ("mistral", {"use_sliding_window": False, "max_window_layers": 2}),
     "mixtral-stray-keys": ("mixtral", {"layer_types": ["full_attention"] * 3, "max_window_layers": 2}),

@@ -1,4 +1,4 @@
-"""Configs that several tests of reading change."""
+"""Published configs that several tests change and read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a model's files hold: they are read, or refused by a typed error. Never another exception."""
+"""Any content of a model's files is read, or refused with a typed error, never with another exception."""
 
 from __future__ import annotations
 

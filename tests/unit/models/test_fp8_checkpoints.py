@@ -1,4 +1,4 @@
-"""Checkpoints in 8 bits: on a device with kernels for them they stay so, elsewhere they are multiplied out."""
+"""FP8 checkpoints: weights stay FP8 on a device with kernels for them, and are dequantized elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...helpers.paged import chunked_logprobs, random_tokens
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_on_a_cpu_a_checkpoint_in_8_bits_gives_what_its_values_give(tmp_path: Path, form: str) -> None:
+def test_on_a_cpu_an_fp8_checkpoint_gives_the_logprobs_of_its_dequantized_values(tmp_path: Path, form: str) -> None:
     in_8_bits, plain = (
         load_model(load_config(folder, dtype="float32")) for folder in write_fp8_checkpoint(tmp_path, form)
     )
@@ -34,7 +34,7 @@ def test_on_a_cpu_a_checkpoint_in_8_bits_gives_what_its_values_give(tmp_path: Pa
 
 @pytest.mark.usefixtures("keeps_8_bits")
 @pytest.mark.parametrize("form", FORMATS)
-def test_kept_in_8_bits_a_model_differs_by_what_its_inputs_lose(tmp_path: Path, form: str) -> None:
+def test_an_fp8_model_differs_by_the_quantization_of_its_inputs_only(tmp_path: Path, form: str) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, form, attention_bias=True)
     model = load_model(load_config(folder, dtype="float32"))
     kept = {path for path, layer in layers_of(Linear, model) if isinstance(layer.method, Fp8Linear)}
@@ -77,13 +77,13 @@ def test_factors_of_outputs_go_into_scales(form: str) -> None:
         layer.finish()
         results.append(layer(x))
     whole, multiplied, of_some = results
-    rounding = {"atol": 256 * 2**-22, "rtol": 1e-5}  # of a sum of 256 products, each of about 1 and some greater
+    rounding = {"atol": 256 * 2**-22, "rtol": 1e-5}  # of sums of 256 products of magnitude 1 or somewhat more
     torch.testing.assert_close(multiplied, 0.6 * whole, **rounding)
     torch.testing.assert_close(of_some, torch.cat([whole[:, :128], 0.6 * whole[:, 128:]], 1), **rounding)
 
 
 @pytest.mark.usefixtures("keeps_8_bits")
-def test_parts_that_would_share_a_block_are_multiplied_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_that_would_share_a_block_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, "blocks", num_key_value_heads=1)
     model = load_model(load_config(folder, dtype="float32"))
     methods = {path: layer.method for path, layer in layers_of(Linear, model)}
@@ -97,7 +97,7 @@ def test_parts_that_would_share_a_block_are_multiplied_out(tmp_path: Path, caplo
     assert (logprobs - expected).std() / expected.std() < 0.1
 
 
-# Sizes that blocks divide, as far as they do in the original: its latents come with 64 rotated dimensions.
+# Sizes are multiples of blocks where the original's are; its latents have 64 rotary dimensions.
 DEEPSEEK_V3 = {
     "q_lora_rank": 128,
     "kv_lora_rank": 128,
@@ -113,7 +113,7 @@ DEEPSEEK_V3 = {
     ("architecture", "form", "config"),
     [("qwen3_moe", "rows", {}), ("mixtral", "whole", {}), ("deepseek_v3", "blocks", DEEPSEEK_V3)],
 )
-def test_experts_in_8_bits_are_multiplied_out(
+def test_fp8_experts_are_dequantized_on_a_cpu(
     tmp_path: Path, architecture: str, form: str, config: dict[str, Any]
 ) -> None:
     in_8_bits, plain = (
@@ -137,7 +137,7 @@ QWEN3_MOE = {"moe_intermediate_size": 128}
         ("deepseek_v3", "blocks", DEEPSEEK_V3),
     ],
 )
-def test_kept_in_8_bits_experts_are_exactly_what_their_values_are(
+def test_fp8_experts_equal_their_dequantized_values(
     tmp_path: Path, architecture: str, form: str, config: dict[str, Any]
 ) -> None:
     folder, plain_folder = write_fp8_checkpoint(tmp_path, form, architecture, **config)
@@ -156,7 +156,7 @@ def test_kept_in_8_bits_experts_are_exactly_what_their_values_are(
 
 
 @pytest.mark.usefixtures("keeps_8_bits")
-def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(
+def test_experts_with_scales_that_no_kernel_supports_are_dequantized(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, _ = write_fp8_checkpoint(tmp_path, "rows", "qwen3_moe", **QWEN3_MOE)
@@ -168,7 +168,7 @@ def test_experts_with_scales_that_no_kernel_takes_are_multiplied_out(
 
 @pytest.mark.usefixtures("keeps_8_bits")
 @pytest.mark.parametrize("form", FORMATS)
-def test_dummy_weights_have_the_format_that_the_config_names(tmp_path: Path, form: str) -> None:
+def test_dummy_weights_have_the_format_of_the_config(tmp_path: Path, form: str) -> None:
     folder, _ = write_fp8_checkpoint(tmp_path, form)
     model = load_model(load_config(folder, load_format="dummy", dtype="float32"))
     kinds = {path.rpartition(".")[2]: isinstance(layer.method, Fp8Linear) for path, layer in layers_of(Linear, model)}
@@ -224,7 +224,7 @@ def test_other_quantizations_are_refused_by_name(described: dict[str, Any], mess
         compressed_tensors("block", block_structure="128x128"),
     ],
 )
-def test_a_size_of_blocks_that_is_a_text_is_refused_with_what_it_must_be(described: dict[str, Any]) -> None:
+def test_a_block_size_that_is_a_string_is_refused_with_a_valid_example(described: dict[str, Any]) -> None:
     with pytest.raises(InvalidModelConfig, match=r"must be a list .* such as \[128, 128\], not the text '128x128'"):
         read_quantization(Keys("config.json", {"quantization_config": described}))
 
@@ -242,14 +242,14 @@ def test_a_size_of_blocks_that_is_a_text_is_refused_with_what_it_must_be(describ
         ("nothing", "model.layers.3.mlp.gate_proj", True),
     ],
 )
-def test_layers_can_be_left_as_they_are_by_name_part_or_pattern(ignored: str, layer: str, covered: bool) -> None:
+def test_layers_can_be_left_unquantized_by_name_part_or_pattern(ignored: str, layer: str, covered: bool) -> None:
     keys = Keys("config.json", {"quantization_config": {**BLOCKS, "modules_to_not_convert": [ignored]}})
     quantization = read_quantization(keys)
     assert quantization is not None
     assert quantization.covers(layer) is covered
 
 
-def test_a_cache_in_8_bits_gives_nearly_the_same(tmp_path: Path) -> None:
+def test_an_fp8_cache_gives_nearly_the_same_logprobs(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     wide, narrow = (load_model(load_config(folder, kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
     tokens = random_tokens(40)
@@ -258,7 +258,7 @@ def test_a_cache_in_8_bits_gives_nearly_the_same(tmp_path: Path) -> None:
     assert 0 < error < 0.1
 
 
-def test_scales_of_the_cache_keep_values_in_its_range(tmp_path: Path) -> None:
+def test_scales_of_an_fp8_cache_keep_values_in_its_range(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for layer in range(3):

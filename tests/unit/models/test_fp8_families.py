@@ -1,4 +1,4 @@
-"""Checkpoints in 8 bits of families whose projections are fused or cut in ways of their own, laid out as published."""
+"""FP8 checkpoints of families that fuse or split projections in their own ways, with the published layouts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from ...helpers.tiny_shapes import DIFFERENCES, SHAPE, wide_shape
 
 
 class Published(NamedTuple):
-    """One family's checkpoint: how its weights are stored, which layers are plain, and what that leaves plain here."""
+    """One family's checkpoint: its format of weights, the layers that are plain in it, and those that we hold plain."""
 
     architecture: str
     form: str
     keep: tuple[str, ...]
     config: dict[str, Any]
-    stays_plain: tuple[str, ...]  # ends of paths
-    multiplied_out: tuple[str, ...] = ()  # of those, the ones that come in 8 bits
+    stays_plain: tuple[str, ...]  # suffixes of paths
+    multiplied_out: tuple[str, ...] = ()  # those of `stays_plain` that are FP8 in the checkpoint
 
 
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
@@ -95,7 +95,7 @@ FAMILIES = {
         "granitemoehybrid", "rows", (), {"num_hidden_layers": 3}, ("block_sparse_moe",), ("block_sparse_moe",)
     ),
     "falcon_h1": Published("falcon_h1", "compressed blocks", (), {"num_hidden_layers": 2}, ()),
-    # Its factors are of parts of one matrix, and here C begins within a block of scales.
+    # Its multipliers are for parts of one matrix, and C begins within a block of scales here.
     "falcon_h1 parts": Published(
         "falcon_h1",
         "compressed blocks",
@@ -123,12 +123,14 @@ def write(folder: Path, family: str, *, drafts: bool = False, **changes: Any) ->
 
 @pytest.fixture(scope="module")
 def folders_of(tmp_path_factory: pytest.TempPathFactory) -> FoldersOf:
-    """Writes the checkpoints of a family once."""
+    """Return a function that writes the checkpoints of a family once."""
     return functools.cache(lambda family: write(tmp_path_factory.mktemp("model"), family))
 
 
 @EACH
-def test_a_published_checkpoint_gives_what_its_values_give(family: str, folders_of: FoldersOf) -> None:
+def test_a_published_checkpoint_gives_the_logprobs_of_its_dequantized_values(
+    family: str, folders_of: FoldersOf
+) -> None:
     in_8_bits, plain = (load_model(load_config(folder, dtype="float32")) for folder in folders_of(family))
     tokens = random_tokens(20)
     logprobs, expected = (chunked_logprobs(model, tokens, 9) for model in (in_8_bits, plain))
@@ -137,7 +139,7 @@ def test_a_published_checkpoint_gives_what_its_values_give(family: str, folders_
 
 @pytest.mark.usefixtures("keeps_8_bits")
 @EACH
-def test_on_a_gpu_only_what_comes_plain_or_what_no_kernel_takes_is_plain(
+def test_on_a_gpu_only_plain_layers_and_those_without_a_kernel_are_plain(
     family: str, folders_of: FoldersOf, caplog: pytest.LogCaptureFixture
 ) -> None:
     published = FAMILIES[family]
@@ -156,7 +158,7 @@ def test_on_a_gpu_only_what_comes_plain_or_what_no_kernel_takes_is_plain(
 
 @pytest.mark.gpu
 @EACH
-def test_a_gpu_in_chunks_and_token_by_token_errs_as_8_bits_do(family: str, folders_of: FoldersOf) -> None:
+def test_errors_on_a_gpu_in_chunks_and_token_by_token_are_those_of_fp8(family: str, folders_of: FoldersOf) -> None:
     folder, plain_folder = folders_of(family)
     model = load_model(load_config(folder, dtype="bfloat16"), device="cuda")
     assert all(path.endswith(FAMILIES[family].stays_plain) for path in plain_layers(model) if path != "lm_head")
@@ -183,12 +185,12 @@ def plain_layers(model: Layer) -> set[str]:
 
 
 def distance(logprobs: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the error that is usual, as a share of what logprobs differ by from each other."""
+    """Return the median error relative to the standard deviation of the logprobs."""
     return float((logprobs - expected).abs().median() / expected.std())
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mimo_v2_flash", "nemotron_h", "granitemoehybrid", "kimi_linear"])
-def test_ranks_multiply_out_their_shares(family: str, folders_of: FoldersOf) -> None:
+def test_ranks_dequantize_their_shares(family: str, folders_of: FoldersOf) -> None:
     folder, plain_folder = folders_of(family)
     tokens = random_tokens(20)
     expected = chunked_logprobs(load_model(load_config(plain_folder, dtype="float32")), tokens, 20)
@@ -206,11 +208,11 @@ def test_ranks_multiply_out_their_shares(family: str, folders_of: FoldersOf) -> 
             (),
         ),
         ("nemotron_h", {}, ()),
-        ("mimo_v2_flash", {"moe_intermediate_size": 256}, ("0.self_attn.qkv_proj",)),  # 192 rows of keys on a rank
-        ("falcon_h1", {"head_dim": 128}, ("mamba.in_proj",)),  # 4 of 8 time steps
+        ("mimo_v2_flash", {"moe_intermediate_size": 256}, ("0.self_attn.qkv_proj",)),  # a rank has 192 rows of keys
+        ("falcon_h1", {"head_dim": 128}, ("mamba.in_proj",)),  # a rank has 4 of 8 time steps
     ],
 )
-def test_layers_whose_blocks_ranks_would_cut_are_multiplied_out_and_told(
+def test_layers_whose_blocks_ranks_would_cut_are_dequantized_and_logged(
     tmp_path: Path, family: str, changes: dict[str, Any], cut: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, plain_folder = write(tmp_path, family, **changes)
@@ -238,7 +240,7 @@ def logprobs_of_rank(folder: Path, groups: ParallelGroups, tokens: list[int]) ->
 
 
 def test_a_draft_layer_in_8_bits_is_read_with_its_scales(tmp_path: Path) -> None:
-    """Without drafts it goes unread, and so do its scales."""
+    """Without drafts neither the layer nor its scales are read."""
     config = {**wide_shape("qwen3_next"), "shared_expert_intermediate_size": 128, "mlp_only_layers": []}
     folders = write_fp8_checkpoint(tmp_path, "blocks", "qwen3_next", keep=["*.in_proj_ba"], drafts=True, **config)
     heads = []
@@ -257,8 +259,8 @@ def test_a_draft_layer_in_8_bits_is_read_with_its_scales(tmp_path: Path) -> None
     load_model(load_config(folders[0], dtype="float32"))
 
 
-def test_names_of_plain_layers_in_a_model_of_images_are_those_of_its_text(tmp_path: Path) -> None:
-    """As in Qwen/Qwen3.5-35B-A3B-FP8, whose lists begin with `model.language_model`."""
+def test_names_of_plain_layers_in_a_multimodal_checkpoint_apply_to_its_text_part(tmp_path: Path) -> None:
+    """Qwen/Qwen3.5-35B-A3B-FP8 is such a model: the names in its list begin with `model.language_model`."""
     folder, _ = write(tmp_path, "qwen3_5_moe")
     text = json.loads((folder / "config.json").read_text())
     described = text.pop("quantization_config")
@@ -277,8 +279,8 @@ def test_names_of_plain_layers_in_a_model_of_images_are_those_of_its_text(tmp_pa
 
 
 @pytest.mark.usefixtures("keeps_8_bits")
-def test_what_model_optimizer_writes_beside_the_config_is_read(tmp_path: Path) -> None:
-    """Its names, of plain layers by "*" and of scales of the cache, are read as well."""
+def test_the_quantization_file_of_model_optimizer_is_read(tmp_path: Path) -> None:
+    """Its patterns of plain layers with "*" and its names of cache scales are read as well."""
     folder, _ = write(tmp_path, "nemotron_h")
     described = json.loads((folder / "config.json").read_text())["quantization_config"]
     edit_config(folder, quantization_config=None)
@@ -295,7 +297,7 @@ def test_what_model_optimizer_writes_beside_the_config_is_read(tmp_path: Path) -
     assert config.quantization.covers("backbone.layers.0.mixer.in_proj")
     attention = load_model(config).model.layers[2].mixer
     assert (attention.k_scale.data.item(), attention.v_scale.data.item()) == (0.25, 2.0)
-    load_model(load_config(folder))  # of a cache that is not in 8 bits they go unread
+    load_model(load_config(folder))  # scales of a cache that is not FP8 are ignored
     file.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
     assert load_config(folder, load_format="dummy").quantization is None
 

@@ -1,4 +1,4 @@
-"""Gemma 4 as its authors publish it: heads by window, layers that share a cache, and what is refused by name."""
+"""Gemma 4 as published: heads by window, layers that share a cache, and options that are refused by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ OF_FULL_LAYERS = {str(layer): {"head_dim": 512} for layer, kind in enumerate(KIN
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[..., ModelConfig]:
-    """Reads the config with changes; None leaves a key out."""
+    """Return a function that reads the config with changes; None removes a key."""
 
     def make(**changes: Any) -> ModelConfig:
         keys = {**GEMMA_4_E2B, **changes}
@@ -73,7 +73,7 @@ def read(tmp_path: Path) -> Callable[..., ModelConfig]:
     return make
 
 
-def test_heads_and_ropes_are_those_of_the_kind_of_a_layer(read: Callable[..., ModelConfig]) -> None:
+def test_heads_and_ropes_depend_on_the_kind_of_a_layer(read: Callable[..., ModelConfig]) -> None:
     config = read()
     assert [config.heads_of(layer) for layer in (3, 4)] == [HeadShape(1, 256, 256), HeadShape(1, 512, 512)]
     assert (config.rope, config.window_rope) == (ProportionalRope(1e6, 0.25, 1.0), Rope(1e4))
@@ -81,7 +81,7 @@ def test_heads_and_ropes_are_those_of_the_kind_of_a_layer(read: Callable[..., Mo
     assert config.layer_inputs == LayerInputShape(262_144, 256)
 
 
-def test_the_last_layers_find_the_cache_of_an_earlier_one(read: Callable[..., ModelConfig]) -> None:
+def test_the_last_layers_share_the_cache_of_an_earlier_one(read: Callable[..., ModelConfig]) -> None:
     config = read()
     full, windowed = config.caches.groups
     assert (full.kind, full.layers) == (CacheKind.FULL, (4, 9, 14))
@@ -96,25 +96,25 @@ def test_heads_may_be_written_for_each_layer_as_transformers_does(read: Callable
     assert other.identity == read().identity
 
 
-def test_full_layers_for_which_nothing_is_written_have_the_heads_of_others(read: Callable[..., ModelConfig]) -> None:
+def test_full_layers_without_keys_of_their_own_have_the_heads_of_others(read: Callable[..., ModelConfig]) -> None:
     config = read(global_head_dim=None, num_global_key_value_heads=None, per_layer_config={})
     assert config.full_heads == config.window_heads
 
 
-def test_kv_heads_of_full_layers_count_where_their_values_are_keys(read: Callable[..., ModelConfig]) -> None:
+def test_kv_heads_of_full_layers_apply_if_their_values_are_keys(read: Callable[..., ModelConfig]) -> None:
     assert read(num_global_key_value_heads=4).full_heads == HeadShape(1, 512, 512)
     shared = read(num_global_key_value_heads=4, attention_k_eq_v=True)
     assert shared.full_heads == HeadShape(4, 512, 512, projects_values=False)
 
 
-def test_tables_of_angles_have_those_of_pairs_that_turn(read: Callable[..., ModelConfig]) -> None:
+def test_tables_of_angles_have_rotated_pairs_only(read: Callable[..., ModelConfig]) -> None:
     config = read()
     assert config.window_rope is not None
     assert cos_sin_table(config.rope, config.rotary_dim, 9).shape == (9, 128)  # a quarter of 512
     assert cos_sin_table(config.window_rope, config.window_rotary_dim, 9).shape == (9, 256)
 
 
-def test_experts_are_read_where_they_are_enabled(read: Callable[..., ModelConfig]) -> None:
+def test_experts_are_read_if_they_are_enabled(read: Callable[..., ModelConfig]) -> None:
     config = read(**EXPERTS, num_kv_shared_layers=0, use_double_wide_mlp=False)
     assert config.moe is not None
     assert (config.moe.num_experts, config.moe.top_k, config.moe.intermediate_size) == (128, 8, 704)
@@ -122,7 +122,7 @@ def test_experts_are_read_where_they_are_enabled(read: Callable[..., ModelConfig
     assert read(**{**EXPERTS, "enable_moe_block": False}).identity == read().identity
 
 
-def test_text_sees_what_is_before_it_where_images_see_all_of_themselves(read: Callable[..., ModelConfig]) -> None:
+def test_text_is_causal_in_a_config_with_bidirectional_images(read: Callable[..., ModelConfig]) -> None:
     assert read(use_bidirectional_attention="vision").identity == read().identity
 
 
@@ -147,14 +147,14 @@ def test_text_sees_what_is_before_it_where_images_see_all_of_themselves(read: Ca
         ({"global_head_dim": 511}, InvalidModelConfig, "KV heads of 511"),
     ],
 )
-def test_what_no_layer_computes_is_refused_by_name(
+def test_unsupported_options_are_refused_by_name(
     read: Callable[..., ModelConfig], changes: dict[str, Any], error: type[ModelError], text: str
 ) -> None:
     with pytest.raises(error, match=text):
         read(**changes)
 
 
-def test_keys_and_values_of_layers_that_share_go_unread(tmp_path: Path) -> None:
+def test_key_and_value_weights_of_sharing_layers_are_not_read(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "gemma4_text")
     tokens, file = random_tokens(20), folder / "model.safetensors"
     expected = chunked_logprobs(load_model(load_config(folder)), tokens, 20)

@@ -1,4 +1,4 @@
-"""On a GPU, in bfloat16, every architecture is as near to the truth as `transformers` in bfloat16 is."""
+"""On a GPU in bfloat16, every architecture is as near to float32 results as `transformers` in bfloat16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(params=ARCHITECTURES)
 def models(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[CausalLM, Any, Any]:
-    """(ours, that of `transformers`, the latter in float32) with one checkpoint's weights, on the GPU."""
+    """Return (our model, that of `transformers`, the latter in float32) with equal weights on the GPU."""
     architecture = request.param
     keys = wide_shape(architecture)
     folder = write_checkpoint(tmp_path / "model", architecture, dtype="bfloat16", **keys)
@@ -34,7 +34,7 @@ def test_logprobs_in_chunks_and_token_by_token_err_no_more_than_those_of_transfo
     models: tuple[CausalLM, Any, Any],
 ) -> None:
     ours, theirs, exact = models
-    tokens = random_tokens(250)  # more than latents are attended to as they are
+    tokens = random_tokens(250)  # so long that latents are expanded
     truth = reference_logprobs(exact, tokens)
     unavoidable = reference_logprobs(theirs, tokens) - truth
     for chunk in (250, 37, 1):

@@ -1,4 +1,4 @@
-"""Errors of downloads that a server cannot cause: those of the disk, and of the library's other transport."""
+"""Download errors that a test's server cannot cause: those of the disk, and of the library's other transport."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "message"), ERRORS, ids=lambda value: type(value).__name__)
-def test_what_stops_a_download_is_told_in_a_sentence(error: Exception, message: str) -> None:
+def test_errors_of_a_download_become_one_sentence(error: Exception, message: str) -> None:
     with pytest.raises(ModelNotFetched) as raised, errors_explained("demo/model", "main", "/cache"):
         raise error
     assert message in str(raised.value)

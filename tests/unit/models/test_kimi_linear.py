@@ -1,4 +1,4 @@
-"""Kimi Linear as its authors publish it: their config.json, their names of tensors, and what is refused by name."""
+"""Kimi Linear as published: config.json, names of tensors, and options that are refused by name."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ KIMI_LINEAR_48B: dict[str, Any] = {
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[..., ModelConfig]:
-    """Reads the published config.json with changes; those of `linear` are of what lies in linear_attn_config."""
+    """Return a function that reads the published config.json with changes; `linear` changes linear_attn_config."""
 
     def make(linear: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
         inner = {**KIMI_LINEAR_48B["linear_attn_config"], **(linear or {})}
@@ -117,7 +117,7 @@ def test_layers_keep_latents_or_a_state(read: Callable[..., ModelConfig]) -> Non
     )
 
 
-def test_names_of_transformers_say_the_same_as_those_of_the_authors(read: Callable[..., ModelConfig]) -> None:
+def test_keys_of_transformers_mean_the_same_as_those_of_the_authors(read: Callable[..., ModelConfig]) -> None:
     kinds = ["full_attention" if layer in FULL_LAYERS else "linear_attention" for layer in range(1, 28)]
     other = read(
         linear_attn_config=None,
@@ -130,7 +130,7 @@ def test_names_of_transformers_say_the_same_as_those_of_the_authors(read: Callab
     assert (other.linear, other.moe, other.identity) == (read().linear, read().moe, read().identity)
 
 
-def test_layers_follow_transformers_where_no_key_names_them(read: Callable[..., ModelConfig]) -> None:
+def test_layer_kinds_follow_transformers_without_a_key(read: Callable[..., ModelConfig]) -> None:
     linear = read(linear_attn_config={"head_dim": 64, "num_heads": 16}, num_hidden_layers=9).linear
     assert linear is not None
     assert linear.layers == (True, True, True, True, False, True, True, True, False)
@@ -158,7 +158,7 @@ def test_layers_follow_transformers_where_no_key_names_them(read: Callable[..., 
         ({"num_expert_group": 256}, InvalidModelConfig, "rated by their two best experts"),
     ],
 )
-def test_what_no_layer_computes_is_refused_by_name(
+def test_unsupported_options_are_refused_by_name(
     read: Callable[..., ModelConfig], changes: dict[str, Any], error: type[ModelError], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -166,7 +166,7 @@ def test_what_no_layer_computes_is_refused_by_name(
 
 
 def test_dense_layers_load_under_either_name(tmp_path: Path) -> None:
-    """transformers stores them under the name of mixtures, the authors as `mlp`."""
+    """transformers stores them under the name of MoE layers, the authors as `mlp`."""
     theirs, published = (write_checkpoint(tmp_path / name, "kimi_linear") for name in ("theirs", "published"))
     file, first = published / "model.safetensors", "model.layers.0."
     tensors = {

@@ -1,4 +1,4 @@
-"""Layers on their own: what the parity tests' short sequences do not reach."""
+"""Layers by themselves, in cases that the parity tests' short sequences do not reach."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from baton.kernels.linear import Activation
 
 
 def filled(layer: Layer, path: str) -> dict[str, torch.Tensor]:
-    """Fills the layer's slots with random numbers, finishes it, and gives what went in, by name in the checkpoint."""
+    """Fill the layer's slots with random numbers and finish it. Return the tensors by their names in the checkpoint."""
     layer.allocate("cpu", torch.float32)
     generator = torch.Generator().manual_seed(0)
     tensors = {slot.name: torch.randn(slot.shape, generator=generator) for slot in layer.slots(path)}
@@ -61,7 +61,7 @@ def test_parts_of_a_merged_layer_are_siblings_of_it_in_the_checkpoint() -> None:
 
 @dataclass(frozen=True)
 class HalvesMethod(LinearMethod):
-    """Stores a weight as two parts that are added, as a low-rank adapter does."""
+    """A method that stores a weight as a sum of two parts, like a low-rank adapter."""
 
     def declare(self, rows: Share, columns: Share) -> dict[str, Parameter]:
         return {"first": Parameter.part(rows, columns), "second": Parameter.part(rows, columns)}
@@ -91,7 +91,7 @@ class HalvesWeight(LinearWeight):
         return total if activation is None else functional.silu(total.chunk(2, -1)[0]) * total.chunk(2, -1)[1]
 
 
-def test_a_layer_is_stored_and_multiplied_as_its_method_says() -> None:
+def test_a_layer_is_stored_and_multiplied_by_its_method() -> None:
     layer, share = MergedLinear(32, {"gate": 16, "up": 16}, bias=True), Share(8, 8, 16)
     layer.keep_parts({"gate": share, "up": share})
     layer.use(HalvesMethod())
@@ -109,7 +109,7 @@ def test_a_layer_is_stored_and_multiplied_as_its_method_says() -> None:
     torch.testing.assert_close(layer(x, activation=Activation.SILU), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_slot_takes_its_own_shape_only_also_where_another_would_broadcast() -> None:
+def test_a_slot_takes_its_own_shape_only_even_if_another_would_broadcast() -> None:
     layer = MergedLinear(8, {"q_proj": 4, "k_proj": 2})
     layer.allocate("cpu", torch.float32)
     slot = next(layer.slots("attn.qkv_proj"))
@@ -122,7 +122,7 @@ EXPERTS = ExpertsConfig(
 )
 
 
-def test_a_mixture_is_its_shared_experts_and_the_weighted_sum_of_the_best_others() -> None:
+def test_an_moe_layer_is_its_shared_experts_and_the_weighted_sum_of_the_best_others() -> None:
     moe = MoE(32, EXPERTS)
     weights = filled(moe, "mlp")
     x = torch.randn(7, 32)
@@ -150,7 +150,7 @@ def test_padding_changes_nothing_for_other_tokens_and_stays_finite() -> None:
 
 
 class FixedMoE(MoE):
-    """Experts for tokens of which none is padding."""
+    """An MoE layer for tokens without padding."""
 
     def __call__(self, hidden: torch.Tensor, rows: object = None, **around: Any) -> torch.Tensor:
         return super().__call__(hidden, TokenRows(torch.arange(len(hidden))), **around)
@@ -173,7 +173,7 @@ def test_a_stream_is_the_sum_of_its_layers(in_place: bool) -> None:
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("with_norms_before", [True, False])
-def test_norms_behind_layers_norm_what_is_added_to_a_stream(in_place: bool, with_norms_before: bool) -> None:
+def test_norms_after_layers_apply_to_their_output_before_it_is_added(in_place: bool, with_norms_before: bool) -> None:
     layers = (Linear(32, 32), GatedMLP(32, 48), Linear(32, 32))
     norms = [RMSNorm(32, 1e-6) for _ in range(2 * len(layers) + 1)]
     for layer in (*layers, *norms):
@@ -188,7 +188,7 @@ def test_norms_behind_layers_norm_what_is_added_to_a_stream(in_place: bool, with
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_tokens_that_nobody_wants_leave_a_stream_after_it_was_read(in_place: bool) -> None:
+def test_unwanted_tokens_are_dropped_from_a_stream_after_it_was_read(in_place: bool) -> None:
     linear, norm, wanted = Linear(32, 32), RMSNorm(32, 1e-6), torch.tensor([1, 4])
     for layer in (linear, norm):
         filled(layer, "layer")
@@ -213,7 +213,7 @@ def test_slots_of_a_stack_fill_every_second_row_of_their_item() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_norm_with_an_offset_adds_it_to_what_is_stored_and_rounds_nothing(dtype: torch.dtype) -> None:
+def test_a_norm_with_an_offset_adds_it_to_the_stored_weight_in_float32(dtype: torch.dtype) -> None:
     norm, stored, x = RMSNorm(64, 1e-6, offset=1.0), torch.randn(64).to(dtype) / 50, torch.randn(5, 64).to(dtype)
     norm.allocate("cpu", dtype)
     (slot,) = norm.slots("model.norm")

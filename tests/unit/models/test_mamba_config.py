@@ -1,4 +1,4 @@
-"""Configs of hybrids with Mamba-2: what is read from them, and what no layer computes and is refused by name."""
+"""Configs of hybrids with Mamba-2: the fields that are read, and options that are refused by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GIVEN = {
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[..., ModelConfig]:
-    """Read the tiny config of a family with some keys changed; None leaves a key out."""
+    """Return a function that reads a family's tiny config with some keys changed; None removes a key."""
 
     def run(kind: str, **changes: Any) -> ModelConfig:
         raw = {**SHAPE, **DIFFERENCES[kind], **changes, "architectures": [ARCHITECTURES[kind]]}
@@ -95,7 +95,7 @@ def test_granite_without_experts_has_an_mlp_of_the_shared_width(read: Callable[.
 
 
 def test_granite_with_attention_alone_keeps_no_states(read: Callable[..., ModelConfig]) -> None:
-    """As granite-4.0-micro, whose config has sizes of Mamba-2 all the same."""
+    """granite-4.0-micro is such a model, although its config has sizes of Mamba-2."""
     config = read("granitemoehybrid", layer_types=[ATTENTION] * 3, num_local_experts=0, mamba_d_head=40)
     assert not config.has_states
     assert len(config.caches.groups) == 1
@@ -155,7 +155,7 @@ def test_states_are_kept_in_float32_beside_a_tail_in_the_type_of_the_model(read:
         ),
     ],
 )
-def test_what_no_layer_computes_is_refused_by_name(
+def test_unsupported_options_are_refused_by_name(
     kind: str, changes: dict[str, Any], error: type[ModelError], text: str, read: Callable[..., ModelConfig]
 ) -> None:
     with pytest.raises(error, match=text):
@@ -171,7 +171,7 @@ def test_what_no_layer_computes_is_refused_by_name(
         ("nemotron_h", {"moe_shared_expert_intermediate_size": 45}, 2, "size of the shared experts"),
     ],
 )
-def test_what_does_not_divide_over_ranks_is_refused_by_name(
+def test_sizes_that_do_not_divide_over_ranks_are_refused_by_name(
     kind: str, changes: dict[str, Any], ranks: int, text: str, read: Callable[..., ModelConfig]
 ) -> None:
     config = EngineConfig.from_args({"model": "m", "tensor_parallel_size": ranks})

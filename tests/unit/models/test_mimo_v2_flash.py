@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash as its authors publish it: their config.json, its caches, and what is refused by name."""
+"""MiMo-V2-Flash as published: config.json, its caches, and options that are refused by name."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ ROPES = {
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[..., ModelConfig]:
-    """Reads the published config.json with changes; None leaves a key out."""
+    """Return a function that reads the published config.json with changes; None removes a key."""
 
     def make(**changes: Any) -> ModelConfig:
         keys = {**MIMO_V2_FLASH, **changes}
@@ -105,7 +105,7 @@ def test_the_published_config_is_read(read: Callable[..., ModelConfig]) -> None:
     )
 
 
-def test_routers_stay_in_the_type_in_which_they_are_stored(tmp_path: Path) -> None:
+def test_routers_keep_their_stored_dtype(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "mimo_v2_flash", dtype="bfloat16")
     file, name = folder / "model.safetensors", "model.layers.1.mlp.gate.weight"
     stored = torch.randn(8, 64)
@@ -118,7 +118,7 @@ def test_routers_stay_in_the_type_in_which_they_are_stored(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_plans_know_of_routers_in_float32_and_of_plain_output_projections(
+def test_plans_count_routers_in_float32_and_plain_output_projections(
     read: Callable[..., ModelConfig], ranks: int
 ) -> None:
     plain = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(48)]
@@ -134,7 +134,7 @@ def test_plans_know_of_routers_in_float32_and_of_plain_output_projections(
         both.plain + outputs,
         both.narrow - outputs,
     )
-    # Of four ranks, each has 192 rows of the keys of layers that see all, which cut a block.
+    # With four ranks, each has 192 rows of keys of a full-attention layer, which is not a whole number of blocks.
     multiplied_out = 9 * 4096 * (64 * 192 + 4 * 192 + 4 * 128) / 4 if ranks == 4 else 0
     embeddings, norms = 2 * 152_576 * 4096 / ranks, (2 * 48 + 1) * 4096
     assert both.plain == embeddings + norms + multiplied_out
@@ -151,7 +151,7 @@ def test_a_row_of_the_cache_is_a_key_and_its_value(read: Callable[..., ModelConf
     assert full.kv.block_bytes == 9 * 4 * 16 * (192 + 128) * 2
 
 
-def test_names_of_transformers_say_the_same_as_those_of_the_authors(read: Callable[..., ModelConfig]) -> None:
+def test_keys_of_transformers_mean_the_same_as_those_of_the_authors(read: Callable[..., ModelConfig]) -> None:
     kinds = ["full_attention" if layer in FULL_LAYERS else "sliding_attention" for layer in range(48)]
     other = read(
         hybrid_layer_pattern=None,
@@ -170,7 +170,7 @@ def test_names_of_transformers_say_the_same_as_those_of_the_authors(read: Callab
     assert other.identity == read().identity
 
 
-def test_layers_follow_transformers_where_no_key_names_them(read: Callable[..., ModelConfig]) -> None:
+def test_layer_kinds_follow_transformers_without_a_key(read: Callable[..., ModelConfig]) -> None:
     other = read(hybrid_layer_pattern=None, moe_layer_freq=None, swa_num_key_value_heads=None)
     assert other.identity == read().identity
     assert other.window_heads == HeadShape(8, 192, 128)
@@ -199,7 +199,7 @@ def test_layers_follow_transformers_where_no_key_names_them(read: Callable[..., 
         ),
     ],
 )
-def test_what_no_layer_computes_is_refused_by_name(
+def test_unsupported_options_are_refused_by_name(
     read: Callable[..., ModelConfig], changes: dict[str, Any], error: type[ModelError], text: str
 ) -> None:
     with pytest.raises(error, match=text):

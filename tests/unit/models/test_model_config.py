@@ -1,4 +1,4 @@
-"""A model folder's config is read without torch or transformers, and refused by name where it cannot be served."""
+"""A model folder's config is read without torch and transformers, and refused by name if it cannot be served."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_reading_a_config_loads_neither_torch_nor_transformers(read: Callable[..
 @pytest.mark.parametrize(
     ("architecture", "head_dim"), [("LlamaForCausalLM", 16), ("Qwen2ForCausalLM", 16), ("Qwen3ForCausalLM", 128)]
 )
-def test_a_head_dim_that_is_left_out_is_what_transformers_assumes(
+def test_a_missing_head_dim_has_the_default_of_transformers(
     read: Callable[..., ModelConfig], architecture: str, head_dim: int
 ) -> None:
     assert read(architectures=[architecture], head_dim=None).head_dim == head_dim
@@ -142,7 +142,7 @@ def test_experts_are_read_under_the_names_of_transformers_4_and_5(read: Callable
         ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, (False, False, False, True)),
     ],
 )
-def test_layers_are_mixtures_where_the_config_says(
+def test_moe_layers_are_those_that_the_config_names(
     read: Callable[..., ModelConfig], keys: dict[str, Any], sparse: tuple[bool, ...]
 ) -> None:
     assert experts(read(**QWEN3_MOE, num_hidden_layers=4, **keys)).sparse_layers == sparse
@@ -168,7 +168,7 @@ def test_end_tokens_of_the_generation_config_win(read: Callable[..., ModelConfig
     assert read().eos_token_ids == (2,)
     assert read(eos_token_id=[5, 6, 5]).eos_token_ids == (5, 6)
     assert read(eos_token_id=None).eos_token_ids == ()
-    assert read(eos_token_id=[-1, 5, 10**6]).eos_token_ids == (5,), "the others are never drawn"
+    assert read(eos_token_id=[-1, 5, 10**6]).eos_token_ids == (5,), "tokens outside of the vocabulary are never drawn"
     assert read(generation={"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
     assert read(generation={"temperature": 0.6}).eos_token_ids == (2,)
 
@@ -179,14 +179,14 @@ def test_generation_defaults_are_those_of_the_checkpoint(read: Callable[..., Mod
     assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.min_p) == (0.6, 0.9, 20, None)
 
 
-def test_dtype_is_the_checkpoints_unless_asked_for(read: Callable[..., ModelConfig]) -> None:
+def test_dtype_is_the_checkpoints_unless_given(read: Callable[..., ModelConfig]) -> None:
     assert read(torch_dtype=None, dtype="float16").dtype == "float16"
     assert read(given={"dtype": "float32"}).dtype == "float32"
     assert read(torch_dtype=None).dtype == "float32"
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic"])
-def test_linear_and_dynamic_scaling_reach_as_far_as_their_factor_where_that_is_asked_for(
+def test_linear_and_dynamic_scaling_extend_the_context_by_their_factor_if_requested(
     kind: str, read: Callable[..., ModelConfig]
 ) -> None:
     keys = {"rope_scaling": {"type": kind, "factor": 2.5}}
@@ -196,10 +196,10 @@ def test_linear_and_dynamic_scaling_reach_as_far_as_their_factor_where_that_is_a
         read(**keys, given={"max_model_len": 1281})
 
 
-def test_dynamic_scaling_is_that_of_the_longest_sequence_and_part_of_the_identity(
+def test_dynamic_scaling_depends_on_max_model_len_and_is_part_of_the_identity(
     read: Callable[..., ModelConfig],
 ) -> None:
-    """Engines of other lengths turn keys otherwise: they must not read each other's."""
+    """Engines of other lengths rotate keys by other angles, so they must not read each other's."""
     keys = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
     within, beyond = read(**keys, given={"max_model_len": 300}), read(**keys, given={"max_model_len": 1024})
     assert within.rope == Rope(500.0)
@@ -207,7 +207,7 @@ def test_dynamic_scaling_is_that_of_the_longest_sequence_and_part_of_the_identit
     assert within.identity == read(**keys).identity != beyond.identity
 
 
-def test_identity_of_dummy_weights_depends_on_what_is_computed_and_the_seed_only(
+def test_identity_of_dummy_weights_depends_on_the_computation_and_the_seed_only(
     read: Callable[..., ModelConfig],
 ) -> None:
     identity = read().identity

@@ -1,4 +1,4 @@
-"""Configs of Mixtral, Gemma, DeepSeek and gpt-oss, as their authors publish them."""
+"""Configs of Mixtral, Gemma, DeepSeek and gpt-oss as published."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.engine.models import load_config
 
 from .published_configs import PLAIN, QWEN3_MOE, experts
 
-# What sets these apart in the config.json files that their authors publish.
+# The distinctive keys of the published config.json files.
 MIXTRAL_8X7B = {
     "architectures": ["MixtralForCausalLM"],
     "hidden_size": 4096,
@@ -210,7 +210,7 @@ def test_gemma_3_is_read_as_transformers_4_and_5_write_it(read: Callable[..., Mo
         ),
     ],
 )
-def test_what_of_gemma_is_not_served_is_refused_by_name(
+def test_unsupported_options_of_gemma_are_refused_by_name(
     read: Callable[..., ModelConfig], keys: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=named):
@@ -230,7 +230,7 @@ def test_what_of_gemma_is_not_served_is_refused_by_name(
         ({**GEMMA3_1B, "sliding_window": 0}, "'sliding_window' must be from 1"),
     ],
 )
-def test_what_of_gemma_makes_no_sense_is_refused_by_name(
+def test_invalid_options_of_gemma_are_refused_by_name(
     read: Callable[..., ModelConfig], keys: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(InvalidModelConfig, match=named):
@@ -244,7 +244,7 @@ def test_a_null_where_gemma_needs_a_number_is_refused(tmp_path: Path) -> None:
             load_config(tmp_path, load_format="dummy")
 
 
-def test_null_caps_of_gemma_2_are_none_and_absent_ones_what_transformers_assumes(tmp_path: Path) -> None:
+def test_null_caps_of_gemma_2_are_none_and_absent_ones_have_the_defaults_of_transformers(tmp_path: Path) -> None:
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     without = {key: value for key, value in GEMMA2_2B.items() if key not in caps}
     for config, expected in ((without, (50.0, 30.0)), ({**without, **dict.fromkeys(caps)}, (None, None))):
@@ -298,12 +298,14 @@ def test_gpt_oss_is_read(read: Callable[..., ModelConfig]) -> None:
     )
 
 
-def test_what_a_gpt_oss_config_leaves_out_is_what_transformers_assumes(read: Callable[..., ModelConfig]) -> None:
+def test_keys_that_a_gpt_oss_config_leaves_out_have_the_defaults_of_transformers(
+    read: Callable[..., ModelConfig],
+) -> None:
     left_out = ("layer_types", "rope_scaling", "rope_theta", "sliding_window", "swiglu_limit", "attention_bias")
     assert read(**{**GPT_OSS_20B, **dict.fromkeys(left_out)}).identity == read(**GPT_OSS_20B).identity
 
 
-def test_null_ropes_are_what_transformers_assumes(read: Callable[..., ModelConfig], tmp_path: Path) -> None:
+def test_null_ropes_have_the_defaults_of_transformers(read: Callable[..., ModelConfig], tmp_path: Path) -> None:
     expected = read(**GPT_OSS_20B)
     keys = {**PLAIN, **GPT_OSS_20B, "rope_scaling": None, "rope_parameters": None}
     (tmp_path / "config.json").write_text(json.dumps(keys))
@@ -346,13 +348,13 @@ LATENT: dict[str, Any] = {
 
 
 def cache_of(config: ModelConfig) -> tuple[CacheKind, int, int, int]:
-    """Return what all layers keep: the kind, KV heads, planes and dimensions."""
+    """Return the cache of all layers: kind, KV heads, planes and dimensions."""
     group = config.caches.only
     assert group.layers == tuple(range(config.num_layers))
     return group.kind, group.blocks.num_kv_heads, group.blocks.num_planes, group.blocks.head_dim
 
 
-def test_latents_are_what_a_token_keeps_where_a_model_has_them(read: Callable[..., ModelConfig]) -> None:
+def test_the_cache_of_a_model_with_latents_holds_latents(read: Callable[..., ModelConfig]) -> None:
     assert read().latent is None
     assert cache_of(read()) == (CacheKind.FULL, 2, 2, 32)
     config = read(**{**LATENT, "q_lora_rank": 20})
@@ -364,12 +366,12 @@ def test_latents_are_what_a_token_keeps_where_a_model_has_them(read: Callable[..
 def test_queries_come_from_a_latent_of_their_own_unless_the_config_says_null(
     tmp_path: Path, read: Callable[..., ModelConfig]
 ) -> None:
-    assert read(**LATENT).latent == LatentShape(48, 1536, 24, 8, 16), "left out, as in transformers"
+    assert read(**LATENT).latent == LatentShape(48, 1536, 24, 8, 16), "a missing key has the default of transformers"
     (tmp_path / "config.json").write_text(json.dumps({**PLAIN, **LATENT}))
     assert load_config(tmp_path, load_format="dummy").latent == LatentShape(48, None, 24, 8, 16)
 
 
-def test_latents_that_no_layer_computes_are_refused(read: Callable[..., ModelConfig], tmp_path: Path) -> None:
+def test_unsupported_latent_shapes_are_refused(read: Callable[..., ModelConfig], tmp_path: Path) -> None:
     with pytest.raises(InvalidModelConfig, match=r"qk_nope_head_dim \(23\) and qk_rope_head_dim \(8\) .* not 31"):
         read(**{**LATENT, "qk_nope_head_dim": 23})
     with pytest.raises(InvalidModelConfig, match=r"qk_rope_head_dim \(7\) must be even"):

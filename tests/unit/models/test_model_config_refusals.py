@@ -1,4 +1,4 @@
-"""Configs that cannot be served are refused by the name of the key."""
+"""Configs that cannot be served are refused with the name of the key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config
 
 
-def test_a_longer_max_model_len_than_the_model_has_positions_is_refused(read: Callable[..., ModelConfig]) -> None:
+def test_a_max_model_len_beyond_the_models_positions_is_refused(read: Callable[..., ModelConfig]) -> None:
     assert read(given={"max_model_len": 300}).max_model_len == 300
     with pytest.raises(MaxModelLenTooLong, match=r"513.*512 positions"):
         read(given={"max_model_len": 513})
@@ -51,7 +51,7 @@ def test_an_unsupported_architecture_names_the_supported_ones(read: Callable[...
         ),
     ],
 )
-def test_what_no_layer_computes_is_refused_by_name(
+def test_unsupported_options_are_refused_by_name(
     read: Callable[..., ModelConfig], keys: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=named):

@@ -1,4 +1,4 @@
-"""OLMo Hybrid as its authors publish it: their config.json, their names of tensors, and what is refused by name."""
+"""OLMo Hybrid as published: config.json, names of tensors, and options that are refused by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LEFT_OUT = dict.fromkeys((*SIZES, "layer_types", "linear_allow_neg_eigval", "lin
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[..., ModelConfig]:
-    """Reads the published config.json with changes."""
+    """Return a function that reads the published config.json with changes."""
 
     def make(**changes: Any) -> ModelConfig:
         (tmp_path / "config.json").write_text(json.dumps({**OLMO_HYBRID_7B, **changes}))
@@ -107,7 +107,7 @@ def test_layers_keep_keys_and_values_or_a_state(read: Callable[..., ModelConfig]
 def test_attention_rotates_unless_the_theta_of_its_rope_is_null(
     read: Callable[..., ModelConfig], keys: dict[str, Any], rope: Rope
 ) -> None:
-    """As `transformers` reads these keys."""
+    """`transformers` reads these keys in the same way."""
     assert read(**keys).rope == rope
 
 
@@ -127,7 +127,7 @@ def test_attention_rotates_unless_the_theta_of_its_rope_is_null(
         ({"rope_scaling": "linear"}, InvalidModelConfig, "must be an object"),
     ],
 )
-def test_what_no_layer_computes_is_refused_by_name(
+def test_unsupported_options_are_refused_by_name(
     read: Callable[..., ModelConfig], changes: dict[str, Any], error: type[ModelError], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -135,7 +135,7 @@ def test_what_no_layer_computes_is_refused_by_name(
 
 
 def test_convolutions_in_equal_parts_are_refused(tmp_path: Path) -> None:
-    """As `transformers` 5.24 writes them: a third of all channels under the name of each."""
+    """`transformers` 5.24 writes them so: each name has a third of all channels."""
     folder = write_checkpoint(tmp_path / "model", "olmo_hybrid", num_hidden_layers=2, layer_types=KINDS[2:4])
     tensors = load_file(folder / "model.safetensors")
     names = [f"model.layers.0.linear_attn.{part}_conv1d.weight" for part in "qkv"]

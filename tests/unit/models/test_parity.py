@@ -1,4 +1,4 @@
-"""Every architecture computes what `transformers` computes, however its tokens are split into steps and batches."""
+"""Every architecture computes the same as `transformers`, however its tokens are split into steps and batches."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .parity_pairs import VARIANTS, Pair, assert_close
 
 pytestmark = pytest.mark.exhaustive
 
-NEAR_TIE = 0.25  # of a logprob, bfloat16: about the largest error that rounding makes in models of this size
-# Of a mixture's tokens: rounding, which differs between CPUs, sends those whose experts are nearly tied to others, by
-# any distance. One CPU has 4 of 36, another 5.
+NEAR_TIE = 0.25  # of a logprob in bfloat16: about the largest rounding error in models of this size
+# Share of an MoE model's tokens: rounding, which differs between CPUs, routes tokens whose experts are nearly tied to
+# other experts, with errors of any size. That is 4 of 36 tokens on one CPU, 5 on another.
 MISROUTED = 0.2
-WHOLE = [*ARCHITECTURES, "gemma4_text-experts"]  # those that are tried in every way
+WHOLE = [*ARCHITECTURES, "gemma4_text-experts"]  # the variants that all tests use
 
 
 @pytest.mark.exhaustive
@@ -29,7 +29,7 @@ def test_logprobs_equal_those_of_transformers_in_chunks_and_token_by_token(
     variant: str, pair: Callable[..., Pair]
 ) -> None:
     model, reference = pair(variant)
-    tokens = random_tokens(100)  # beyond every sliding window and every original context of these variants
+    tokens = random_tokens(100)  # longer than all sliding windows and original contexts of these variants
     expected = reference_logprobs(reference, tokens)
     for chunk in (100, 37, 16):
         assert_close(chunked_logprobs(model, tokens, chunk), expected, model)
@@ -52,7 +52,7 @@ def test_decodes_and_prompt_chunks_share_a_step(variant: str, pair: Callable[...
     sequences = [random_tokens(length, seed=length) for length in (40, 61, 33)]
     run = PagedRun(model, 3, 64)
     pieces: list[list[torch.Tensor]] = [[], [], []]
-    # how many tokens of each sequence every step runs: whole prompts, single tokens, chunks that start inside a block
+    # tokens of each sequence in each step: whole prompts, single tokens, chunks that start inside a block
     for counts in ((39, 7, 0), (1, 20, 32), (0, 33, 1), (0, 1, 0)):
         running = [sequence for sequence, count in enumerate(counts) if count]
         chunks = [(i, sequences[i][run.lens[i] : run.lens[i] + counts[i]]) for i in running]
@@ -95,9 +95,10 @@ def test_layers_may_add_to_the_residual_in_place_as_on_a_gpu(
 
 @pytest.mark.parametrize("variant", [*WHOLE, "qwen3-tied", "qwen3-yarn"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_in_bfloat16(variant: str, pair: Callable[..., Pair]) -> None:
-    """Both round, at different places: neither is the truth. The yardstick is the same bfloat16 weights in float32.
+    """Both round, at different places. Their errors are relative to results in float32 with the same bfloat16 weights.
 
-    Of a mixture it is said of the nearer half of the tokens: rounding sends others to other experts, on either side.
+    For MoE models only the half of the tokens with smaller errors counts: in both models, rounding may change the
+    experts of others.
     """
     model, reference = pair(variant, "bfloat16")
     tokens = random_tokens(100)

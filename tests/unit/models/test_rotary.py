@@ -1,4 +1,4 @@
-"""Rotation tables with the parameters of models in use, over their whole context, against `transformers`."""
+"""Rotation tables with parameters of published models, over their whole context, against `transformers`."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_tables_equal_those_of_transformers_to_the_last_bit(
 
     config = LlamaConfig(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=dict(rope))
     positions = torch.cat([torch.arange(64), torch.arange(max_positions - 64, max_positions)])
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])  # each half of a head has the same angles
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])  # both halves have the same angles
     expected = torch.cat([cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]], dim=-1)
     table = cos_sin_table(read_rope({"rope_parameters": rope}, max_positions), head_dim, max_positions)
     assert table.dtype == torch.float32
-    turning = table.shape[1] // 2  # the others of a proportional rope stay as they are
+    turning = table.shape[1] // 2  # a proportional rope does not rotate the other pairs
     whole = torch.cat([table.new_ones(max_positions, head_dim // 2), table.new_zeros(max_positions, head_dim // 2)], 1)
     whole[:, :turning], whole[:, head_dim // 2 : head_dim // 2 + turning] = table.chunk(2, dim=1)
     assert torch.equal(whole[positions], expected)

@@ -1,4 +1,4 @@
-"""However a checkpoint stores experts, in bytes or in numbers, they are the same experts."""
+"""Experts are the same in every storage format of a checkpoint."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def in_8_bits(hidden_size: int = 256, width: int = 512) -> Experts:
 
 
 def stored_tensors(experts: Experts) -> dict[str, Tensor]:
-    """Random ones for all slots, by name."""
+    """Return random tensors for all slots, by name."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for slot in experts.slots("experts"):
@@ -72,7 +72,7 @@ def stored_tensors(experts: Experts) -> dict[str, Tensor]:
 
 
 def fill(experts: Experts, tensors: dict[str, Tensor]) -> None:
-    """As the loader does: only what belongs to the rank is read."""
+    """Fill the slots as the loader does, reading only the rank's part of each tensor."""
     experts.allocate("cpu", torch.float32)
     for slot in experts.slots("experts"):
         if slot.num_elements:
@@ -83,7 +83,7 @@ def fill(experts: Experts, tensors: dict[str, Tensor]) -> None:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """But for the order of sums, whose terms may be large where the sum is small."""
+    """Compare up to the order of sums, whose terms may be larger than the sum."""
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-6 * float(expected.abs().max()))
 
 
@@ -102,8 +102,8 @@ def test_a_rank_holds_the_experts_that_it_keeps(form: str, held: tuple[int, ...]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("start", "size"), [(0, 48), (48, 48), (40, 8)])  # the last one cuts groups of 32
-def test_stretches_of_the_width_of_all_experts_make_up_the_whole(form: str, start: int, size: int) -> None:
+@pytest.mark.parametrize(("start", "size"), [(0, 48), (48, 48), (40, 8)])  # the last one cuts a group of 32
+def test_slices_of_the_width_of_all_experts_hold_the_slices_of_their_weights(form: str, start: int, size: int) -> None:
     whole, part = experts_of(form), experts_of(form)
     tensors = stored_tensors(whole)
     fill(whole, tensors)
@@ -118,7 +118,7 @@ def test_stretches_of_the_width_of_all_experts_make_up_the_whole(form: str, star
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_the_stretches_give_adds_up(form: str) -> None:
+def test_outputs_of_slices_of_the_width_add_up(form: str) -> None:
     whole, parts = experts_of(form), [experts_of(form), experts_of(form)]
     tensors = stored_tensors(whole)
     fill(whole, tensors)
@@ -133,7 +133,7 @@ def test_what_the_stretches_give_adds_up(form: str) -> None:
 
 
 @pytest.mark.parametrize("held", [(0, 1, 2, 3), (3, 1)], ids=str)
-def test_ranks_hold_scales_with_what_they_scale(held: tuple[int, ...]) -> None:
+def test_ranks_hold_scales_with_their_weights(held: tuple[int, ...]) -> None:
     whole = in_8_bits()
     whole.use(IN_BLOCKS)
     tensors = stored_tensors(whole)
@@ -154,7 +154,7 @@ def test_ranks_hold_scales_with_what_they_scale(held: tuple[int, ...]) -> None:
     assert_close(total, expected)
 
 
-def test_a_stretch_that_cuts_blocks_takes_no_8_bits() -> None:
+def test_a_slice_that_cuts_blocks_takes_no_fp8() -> None:
     part = in_8_bits()
     part.keep_width(Share(64, 64, 512))
     assert not IN_BLOCKS.fits(part.shape)
@@ -184,7 +184,7 @@ def test_stacks_as_transformers_5_writes_them_are_the_experts_one_by_one(archite
 
 
 def write_mxfp4_checkpoint(folder: Path, **config: Any) -> tuple[Path, Path]:
-    """(a checkpoint of gpt-oss in 4 bits, the plain one of exactly the same values as `transformers` reads them)."""
+    """Write a gpt-oss checkpoint in MXFP4, and a plain one with the values that `transformers` reads from it."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     packed_folder = write_checkpoint(folder / "packed", "gpt_oss", **config)
@@ -206,7 +206,7 @@ def write_mxfp4_checkpoint(folder: Path, **config: Any) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_experts_in_4_bits_are_multiplied_out(dtype: str, tmp_path: Path) -> None:
+def test_experts_in_4_bits_are_dequantized(dtype: str, tmp_path: Path) -> None:
     packed, plain = write_mxfp4_checkpoint(tmp_path)
     tokens = random_tokens(40)
     first, second = (
@@ -215,7 +215,7 @@ def test_experts_in_4_bits_are_multiplied_out(dtype: str, tmp_path: Path) -> Non
     assert torch.equal(first, second)
 
 
-def test_experts_in_4_bits_are_those_of_transformers(tmp_path: Path) -> None:
+def test_experts_in_4_bits_equal_those_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     packed, plain = write_mxfp4_checkpoint(tmp_path)
@@ -225,7 +225,7 @@ def test_experts_in_4_bits_are_those_of_transformers(tmp_path: Path) -> None:
     assert (ours - reference_logprobs(reference, tokens)).abs().max() < 1e-4
 
 
-def test_every_pair_of_values_and_every_power_is_what_the_format_says() -> None:
+def test_every_byte_and_scale_is_decoded_as_the_format_defines() -> None:
     byte = torch.arange(256, dtype=torch.uint8).view(16, 1, 16)
     scales = torch.arange(120, 136, dtype=torch.uint8).view(16, 1)
     values = dequantize(byte, scales, torch.float32).view(256, 2)
@@ -237,7 +237,7 @@ def test_every_pair_of_values_and_every_power_is_what_the_format_says() -> None:
             assert values[index, half] == (-magnitude if code & 8 else magnitude) * power
 
 
-def test_blocks_without_scales_and_numbers_in_place_of_bytes_are_named(tmp_path: Path) -> None:
+def test_blocks_without_scales_and_scales_of_another_dtype_are_named(tmp_path: Path) -> None:
     folder, _ = write_mxfp4_checkpoint(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj"
@@ -257,7 +257,7 @@ def test_dummy_weights_of_a_config_in_4_bits_are_plain_ones(tmp_path: Path) -> N
     assert chunked_logprobs(model, random_tokens(20), 20).isfinite().all()
 
 
-def test_layers_that_predict_further_tokens_are_known_and_not_read(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_accepted_and_not_read(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "deepseek_v3")
     expected = chunked_logprobs(load_model(load_config(folder)), random_tokens(20), 20)
     tensors = load_file(folder / "model.safetensors")

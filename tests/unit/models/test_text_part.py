@@ -1,4 +1,4 @@
-"""Checkpoints that also read images serve their text, as the text model alone would."""
+"""The text part of multimodal checkpoints is served like the text model alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.engine.models import load_config, load_model
 from ...helpers.checkpoints import edit_config, make_model
 from ...helpers.paged import chunked_logprobs, random_tokens, reference_logprobs
 
-TOLERANCE = 5e-4  # of a logprob, float32
+TOLERANCE = 5e-4  # error of a logprob in float32
 
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "patch_size": 8}
 _QWEN_TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
@@ -52,7 +52,7 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """A checkpoint of the whole model, and the text model of `transformers` with the same weights."""
+    """Return a function that makes a checkpoint of a whole model, and the text model of `transformers` in it."""
     made: dict[str, tuple[Path, Any]] = {}
 
     def make(kind: str) -> tuple[Path, Any]:
@@ -75,7 +75,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_its_text_is_that_of_the_text_model_alone(kind: str, whole: Callable[[str], tuple[Path, Any]]) -> None:
+def test_logprobs_equal_those_of_the_text_model_alone(kind: str, whole: Callable[[str], tuple[Path, Any]]) -> None:
     folder, text = whole(kind)
     config = load_config(folder, dtype="float32")
     assert config.is_text_part
@@ -85,7 +85,7 @@ def test_its_text_is_that_of_the_text_model_alone(kind: str, whole: Callable[[st
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "mistral"])
-def test_so_it_is_under_the_names_of_older_files(
+def test_logprobs_equal_those_of_the_text_model_with_the_names_of_older_files(
     kind: str, whole: Callable[[str], tuple[Path, Any]], tmp_path: Path
 ) -> None:
     folder, text = whole(kind)
@@ -101,8 +101,8 @@ def test_so_it_is_under_the_names_of_older_files(
     assert (chunked_logprobs(model, tokens, 60) - reference_logprobs(text, tokens)).abs().max().item() < TOLERANCE
 
 
-def test_what_the_published_gemma_leaves_out_is_what_transformers_assumes(tmp_path: Path) -> None:
-    """The text_config of the 4B model has no more keys than these."""
+def test_keys_that_the_published_gemma_leaves_out_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    """The text_config of the 4B model has only these keys."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10_240,

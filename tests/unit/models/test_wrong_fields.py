@@ -1,4 +1,4 @@
-"""A field of a model's files that cannot be what it is: the refusal names file and field, whatever the value."""
+"""An invalid field in a model's files is refused with the names of file and field, for any value."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def with_wrong(values: dict[str, Any], path: tuple[str, ...], wrong: Any) -> dic
 
 
 def refusal_of(folder: Path, file: str, values: dict[str, Any]) -> str | None:
-    """None where it is read. Anything but a `ModelError` comes through."""
+    """Return the refusal, or None if the file is read. Errors other than `ModelError` propagate."""
     (folder / file).write_text(json.dumps(values))
     try:
         load_config(folder, load_format="dummy")
@@ -208,7 +208,7 @@ def test_a_wrong_field_of_a_config_is_named_with_its_file(tmp_path: Path, kind: 
             if refusal is not None:
                 num_refused += 1
                 assert "config.json" in refusal, f"{path} = {wrong!r}"
-                is_free = path[-1] == "group_0"  # a name that the file gives, and no field's
+                is_free = path[-1] == "group_0"  # this key is a name that the file chooses, not a field
                 assert is_free or path[-1] in refusal, f"{path} = {wrong!r}: {refusal}"
     assert num_refused > len(config)
 

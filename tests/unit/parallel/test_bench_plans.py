@@ -19,7 +19,7 @@ def test_every_plan_is_timed_once() -> None:
     assert min(seconds) > 0
 
 
-def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--steps", "1"])
     assert "--steps at least 2" in capsys.readouterr().err

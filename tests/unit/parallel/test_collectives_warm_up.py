@@ -1,7 +1,7 @@
-"""Collectives launch nothing after ready that was not launched in their warm-up, whatever size a step has.
+"""Once an engine is ready, collectives of steps of any size launch only kernels that their warm-up has launched.
 
-Launches are noted and skipped, as in test_profile_run_variants.py. Options of collectives are those measured on an
-H200. One process imports torch and Triton, which does not interpret there, and each case is a fork of it.
+Launches are recorded and skipped, as in test_profile_run_variants.py. Options of collectives are those measured on an
+H200. One process imports torch and Triton, without Triton's interpreter, and each case is a fork of it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def forgotten(tp, dp, backend, is_warmed_up):
     moe.divide(groups)
     moe.allocate("cpu", torch.bfloat16)
     spread, rng = moe.spread, random.Random(1)
-    torch.Tensor.is_cuda, torch.Tensor.is_cpu = True, False  # of every tensor: kernels for a GPU are chosen
+    torch.Tensor.is_cuda, torch.Tensor.is_cpu = True, False  # for all tensors, so that kernels for a GPU are chosen
 
     def tokens(count):
         routing = torch.zeros(count, 3, dtype=torch.int32)
@@ -97,15 +97,15 @@ CAPTURED_ONLY = (1, 4, "allgather_reducescatter")
 
 pytestmark = pytest.mark.slow
 needs_a_stand_in = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one"
+    torch.cuda.is_available(), reason="the fake device does not work beside a real one"
 )
 
 
 @pytest.fixture(scope="module")
 def forgotten() -> dict[tuple[int, int, str, bool], list[str]]:
-    """The kernels that some size of step launches behind the captured ones and the warm-up, if there was one.
+    """Kernels that steps launch which neither captured steps nor the warm-up, if there was one, have launched.
 
-    By tensor-parallel size, data-parallel size, backend, and whether there was a warm-up.
+    The keys are tensor-parallel size, data-parallel size, backend, and whether there was a warm-up.
     """
     cases = [*((*case, True) for case in WARMED_UP), (*CAPTURED_ONLY, False)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -118,12 +118,12 @@ def forgotten() -> dict[tuple[int, int, str, bool], list[str]]:
 
 @needs_a_stand_in
 @pytest.mark.parametrize("case", WARMED_UP, ids=str)
-def test_no_collective_launches_what_its_warm_up_did_not(case: tuple[int, int, str], forgotten: Any) -> None:
+def test_no_collective_launches_a_kernel_that_its_warm_up_did_not(case: tuple[int, int, str], forgotten: Any) -> None:
     assert forgotten[*case, True] == []
 
 
 @needs_a_stand_in
-def test_captured_steps_by_themselves_would_leave_some_out(forgotten: Any) -> None:
+def test_captured_steps_alone_do_not_launch_all_kernels(forgotten: Any) -> None:
     left_out = " ".join(forgotten[*CAPTURED_ONLY, False])
     assert "map_experts_kernel" in left_out
     assert "gather_parts" in left_out

@@ -1,4 +1,4 @@
-"""Whatever way tokens go to their experts, they come back with the sum that all experts in one place give."""
+"""With every backend, tokens get the same sums from spread experts as from experts on one rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config(**changes: Any) -> ExpertsConfig:
 
 
 def filled(layer: Layer) -> None:
-    """Every rank fills its share of the same tensors."""
+    """Fill each rank's share from the same tensors."""
     layer.allocate("cpu", torch.float32)
     for slot in layer.slots("mlp"):
         generator = torch.Generator().manual_seed(sum(slot.name.encode()))
@@ -41,7 +41,7 @@ def tokens_of(rank: int, count: int) -> Tensor:
 
 
 def slots_of(count: int) -> Tensor:
-    """The last of several tokens is padding."""
+    """Return KV slots; the last of several tokens is padding."""
     return torch.tensor([*range(count - 1), -1] if count > 1 else list(range(count)))
 
 
@@ -75,7 +75,7 @@ def test_every_rank_gets_the_sums_of_its_own_tokens(
     for rank, result in enumerate(results):
         real = slots_of(counts[rank // tp]) >= 0
         torch.testing.assert_close(result[real], expected[rank // tp][real], rtol=1e-5, atol=1e-5)
-        assert torch.equal(result, results[rank // tp * tp]), "ranks with the same tokens have the same bits"
+        assert torch.equal(result, results[rank // tp * tp]), "ranks with the same tokens must have the same bits"
 
 
 @pytest.mark.parametrize("shared", [0, 40], ids=["routed", "routed and shared"])
@@ -84,7 +84,7 @@ def test_every_rank_gets_the_sums_of_its_own_tokens(
     [(1, None), (1, ExpertSpread()), *((2, ExpertSpread(0, backend)) for backend in ALL2ALL_BACKENDS)],
     ids=["divided", "replicated", *ALL2ALL_BACKENDS],
 )
-def test_steps_of_equal_sizes_need_no_counts_and_a_stream_is_added_to(
+def test_steps_of_equal_sizes_need_no_counts_and_outputs_are_added_to_a_stream(
     dp: int, spread: ExpertSpread | None, shared: int
 ) -> None:
     alone, stream = mixture(ALL_ALONE, shared_intermediate_size=shared), torch.randn(4, HIDDEN)
@@ -120,7 +120,7 @@ def test_every_token_of_every_rank_is_counted_once(tp: int, dp: int, backend: st
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("top_k", [1, 3, 8])
-def test_tokens_travel_with_their_routing_to_the_last_bit(dtype: torch.dtype, top_k: int) -> None:
+def test_tokens_and_their_routing_are_packed_without_loss(dtype: torch.dtype, top_k: int) -> None:
     hidden, weights = torch.randn(5, HIDDEN).to(dtype), torch.randn(5, top_k)
     ids = torch.randint(-1, 2**31 - 1, (5, top_k), dtype=torch.int32)
     tokens = RoutedTokens(hidden, ids, weights)

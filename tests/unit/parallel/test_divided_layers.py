@@ -1,4 +1,4 @@
-"""The ranks' shares of a layer make up the layer: in its output, in the stream, and in what is read of a checkpoint."""
+"""The ranks' shares of a layer make up the layer: in outputs, in the residual stream, and in reads of a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPE = torch.float32
 
 
 def tensors_of(layer: Layer) -> dict[str, torch.Tensor]:
-    """A checkpoint for it, the same for the same layer."""
+    """Return random tensors for the layer's slots, always the same ones."""
     generator = torch.Generator().manual_seed(0)
     return {
         slot.name: torch.randn(slot.shape, generator=generator) / slot.shape[-1] ** 0.5 for slot in layer.slots("l")
@@ -67,7 +67,7 @@ def test_a_feed_forward_layer_is_the_sum_of_its_shares(ranks: int, bias: bool) -
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_stream_of_divided_layers_is_the_same_on_every_rank(in_place: bool) -> None:
-    """The sum so far is added once, whichever rank adds to it in place."""
+    """The stream is added once, not once per rank, also in place."""
 
     def make() -> Layer:
         return GatedMLP(32, 48, bias=True)
@@ -89,7 +89,7 @@ def test_a_stream_of_divided_layers_is_the_same_on_every_rank(in_place: bool) ->
 
 
 @pytest.mark.parametrize("vocab_size", [256, 250, 40, 3])
-def test_tokens_are_embedded_and_told_apart_by_whichever_rank_has_them(vocab_size: int) -> None:
+def test_embeddings_and_heads_divided_by_vocabulary_equal_whole_ones(vocab_size: int) -> None:
     ids = torch.arange(vocab_size).repeat(2)
     hidden = torch.randn(5, 32)
     for make in (lambda: Embedding(vocab_size, 32), lambda: Head(32, vocab_size)):
@@ -111,7 +111,7 @@ def test_tokens_are_embedded_and_told_apart_by_whichever_rank_has_them(vocab_siz
 
 
 class Pair(Layer):
-    """Two merged layers, and one behind them: what a block of weights may not be cut by."""
+    """Two merged layers followed by a third, whose shares may not cut a block of scales."""
 
     def __init__(self) -> None:
         self.up = MergedLinear(256, {"a": 512, "b": 256})
@@ -127,7 +127,7 @@ class Pair(Layer):
 
 
 @pytest.mark.parametrize("in_blocks", [True, False])
-def test_weights_in_8_bits_are_divided_with_their_scales(in_blocks: bool) -> None:
+def test_fp8_weights_are_divided_with_their_scales(in_blocks: bool) -> None:
     quantization = Quantization(in_blocks=in_blocks, scale_name="weight_scale", ignored=())
     generator = torch.Generator().manual_seed(0)
     tensors = {}
@@ -145,7 +145,7 @@ def test_weights_in_8_bits_are_divided_with_their_scales(in_blocks: bool) -> Non
 
     x = torch.randn(3, 256, generator=generator)
     whole = run()
-    for share in run_ranks(run, tp=2):  # a share of a token's values has a scale of its own, so it rounds otherwise
+    for share in run_ranks(run, tp=2):  # a rank's share of a token's values has its own scale, so its rounding differs
         assert (share - whole).norm() < 0.05 * whole.norm()
 
 
@@ -157,7 +157,7 @@ def test_layers_whose_blocks_ranks_would_cut_are_named_and_stay_plain() -> None:
         pair.divide(groups)
         return use_quantized_methods(pair, quantization, lambda name: True), [pair.up.method, pair.down.method]
 
-    for plain, methods in run_ranks(run, tp=4):  # 64 rows of b on each
+    for plain, methods in run_ranks(run, tp=4):  # each rank has 64 rows of b
         assert plain == ["up"]
         assert methods == [PLAIN, Fp8Linear(quantization)]
 
@@ -190,14 +190,14 @@ def test_ranks_read_their_share_of_a_checkpoint_and_no_more(tmp_path: Path, monk
     monkeypatch.setattr(loader, "safe_open", counting)
     model = load_model(config)
     whole = sum(read)
-    of_norms = sum(slot.num_elements for slot in model.slots() if "norm" in slot.name)  # which every rank has
+    of_norms = sum(slot.num_elements for slot in model.slots() if "norm" in slot.name)  # weights that every rank has
     read.clear()
     run_ranks(lambda groups: load_model(config, groups=groups), tp=2)
     assert sum(read) == whole + of_norms
 
 
 class _Counting:
-    """A safetensors file that counts the elements that are read of it."""
+    """A safetensors file that counts the elements that are read."""
 
     def __init__(self, file: Any, read: list[int]) -> None:
         self._file = file
@@ -230,8 +230,8 @@ class _CountingSlice:
         return tensor
 
 
-def test_tensors_of_other_ranks_are_accounted_for_and_not_read(tmp_path: Path) -> None:
-    """A checkpoint that lacks what another rank holds is refused on this one, too."""
+def test_tensors_of_other_ranks_must_exist_and_are_not_read(tmp_path: Path) -> None:
+    """Every rank refuses a checkpoint that lacks a tensor of another rank."""
     folder = write_checkpoint(tmp_path, "llama")
     file = folder / "model.safetensors"
     with safe_open(file, framework="pt") as tensors:

@@ -1,4 +1,4 @@
-"""Ranks of a model with recurrent states divide its heads, and compute together what one computes alone."""
+"""Ranks of a model with recurrent states divide its heads, and together compute the same as one rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ MAMBA: dict[str, tuple[str, dict[str, object]]] = {
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("architecture", MODELS)
-def test_a_divided_model_is_the_whole_one(architecture: str, load_format: str, ranks: int, tmp_path: Path) -> None:
+def test_a_divided_model_gives_the_logprobs_of_the_whole_one(
+    architecture: str, load_format: str, ranks: int, tmp_path: Path
+) -> None:
     check_divided(write_checkpoint(tmp_path / "model", architecture, **MODELS[architecture]), load_format, ranks)
 
 
@@ -71,8 +73,8 @@ def check_divided(folder: Path, load_format: str, ranks: int, spread: ExpertSpre
         torch.testing.assert_close(share, expected, rtol=0, atol=5e-4)
 
 
-def test_a_share_of_parts_puts_those_of_all_items_side_by_side() -> None:
-    """As in Qwen3-Next, whose checkpoints hold queries, keys and values of one key head behind those of another."""
+def test_a_share_of_parts_groups_each_part_of_all_items() -> None:
+    """Checkpoints of Qwen3-Next are so: queries, keys and values of one key head follow those of the previous head."""
     parameter = Parameter(10, 2)
     parameter.allocate("cpu", torch.float32)
     stored = torch.arange(20.0).view(10, 2)
@@ -84,7 +86,7 @@ def test_a_share_of_parts_puts_those_of_all_items_side_by_side() -> None:
     assert parameter.data[2:7, 0].tolist() == [10, 12, 14, 16, 18]
 
 
-def test_a_share_of_sections_has_a_stretch_of_each() -> None:
+def test_a_share_of_sections_has_a_slice_of_each() -> None:
     share = Share.of_sections([Share(2, 2, 4), Share(0, 1, 2), Share(3, 3, 6)])
     assert (share.size, share.whole) == (6, 12)
     parameter = Parameter(12, 3)

@@ -1,4 +1,4 @@
-"""Sizes that do not divide over the ranks are refused by the argument's name, before anything starts."""
+"""Sizes that do not divide over the ranks are refused with the argument's name, before anything starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 @pytest.fixture
 def check(tmp_path: Path) -> Callable[..., None]:
-    """Checks a model of config keys against engine arguments."""
+    """Return a function that checks a model of config keys against engine arguments."""
 
     def run(kind: str, keys: dict[str, Any], **args: Any) -> None:
         raw = {**SHAPE, **DIFFERENCES[kind], **keys, "architectures": [ARCHITECTURES[kind]], "model_type": kind}
@@ -47,7 +47,7 @@ def check(tmp_path: Path) -> Callable[..., None]:
         ("qwen3", {"vocab_size": 251}, {"tensor_parallel_size": 4}),  # padded
         ("qwen3", {}, {"data_parallel_size": 3}),
         ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 6}, {"tensor_parallel_size": 3}),
-        ("deepseek_v2", {}, {"tensor_parallel_size": 4}),  # latents have one head, which everybody keeps
+        ("deepseek_v2", {}, {"tensor_parallel_size": 4}),  # latents have one head, which all ranks keep
         ("qwen3_moe", {"num_experts": 6}, {"data_parallel_size": 3, "enable_expert_parallel": True}),
         ("qwen3_moe", {"moe_intermediate_size": 41}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
         (
@@ -56,13 +56,13 @@ def check(tmp_path: Path) -> Callable[..., None]:
             {"tensor_parallel_size": 4, "enable_expert_parallel": True, "num_redundant_experts": 2},
         ),
         (
-            "qwen3",  # ranks have 192 of 384 values, which blocks do not divide
+            "qwen3",  # ranks have 192 of 384 values, which are not whole blocks
             {"head_dim": 64, "intermediate_size": 384, "quantization_config": BLOCKS},
             {"tensor_parallel_size": 2},
         ),
     ],
 )
-def test_what_divides_is_let_through(check: Callable[..., None], kind: str, keys: Any, args: Any) -> None:
+def test_sizes_that_divide_are_accepted(check: Callable[..., None], kind: str, keys: Any, args: Any) -> None:
     check(kind, keys, **args)
 
 
@@ -131,7 +131,7 @@ def test_what_divides_is_let_through(check: Callable[..., None], kind: str, keys
         ),
     ],
 )
-def test_what_does_not_divide_is_refused_by_name(
+def test_sizes_that_do_not_divide_are_refused_by_name(
     check: Callable[..., None], kind: str, keys: Any, args: Any, field: str, message: str
 ) -> None:
     with pytest.raises(InvalidEngineConfig, match=message) as caught:

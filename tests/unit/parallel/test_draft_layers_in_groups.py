@@ -1,5 +1,5 @@
-"""A draft layer whose experts are spread over data-parallel ranks: answers are those of one rank without drafts, and
-guesses those of one rank with drafts, whatever the other ranks have to do.
+"""A draft layer whose experts are spread over data-parallel ranks: answers equal those of one rank without drafts, and
+guesses those of one rank with drafts, independent of the requests of other ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .thread_engines import REQUESTS, ThreadEngines, prompt, request
 pytestmark = pytest.mark.slow
 
 MOST = 3
-# Random numbers decide most draws of hot requests, so that some of the guesses are right.
+# Hot requests have a high temperature: random numbers decide most of their draws, so some guesses are right.
 ASKED = [*REQUESTS, *(request(f"hot {seed}", prompt(9 + seed, seed), 30, temperature=1.5) for seed in range(2))]
-# Of each data-parallel rank: the requests that it gets. Those of both end at different times, within steps in flight.
+# The requests of each data-parallel rank. Requests of both ranks end at different times, with steps in flight.
 SHARES = {"both": (ASKED[::2], ASKED[1::2]), "one is idle": ([], ASKED)}
 DEVICES = {"cpu": None, "gpu, eager": 0, "gpu, captured": 24}
 GATHERED, SENT = ALL2ALL_BACKENDS
@@ -36,14 +36,14 @@ def answers_of(engines: ThreadEngines) -> dict[str, list[int]]:
 
 
 def accepted(engines: ThreadEngines) -> list[int]:
-    """Return how many guesses of all ranks were right, by position."""
+    """Return the number of accepted guesses of all ranks, by position."""
     found = [core.stats().speculation for core in engines.cores]
     return [sum(counts) for counts in zip(*(each.num_accepted_per_pos for each in found if each), strict=True)]
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, list[int]]:
-    """The tokens of every request on one rank, without drafts."""
+    """The tokens of all requests on one rank, without drafts."""
     with ThreadEngines(folder) as engines:
         engines.submit(0, *ASKED)
         return answers_of(engines)
@@ -93,11 +93,11 @@ def test_answers_are_those_without_drafts(
             engines.submit(rank, *requests)
         assert answers_of(engines) == alone
     right = accepted(engines)
-    assert all(right), "of every position, some are"
+    assert all(right), "some guesses of every position must be right"
     if all(rank in drafting for rank, requests in enumerate(SHARES[share]) if requests):
         assert right == right_alone
     idle, _ = (runner.plans for runner in engines.runners)
-    guessed_in_vain = [plan for plan in idle if plan.step == EMPTY_STEP and plan.group and plan.group.num_guesses]
-    assert guessed_in_vain or share == "both"
+    idle_guesses = [plan for plan in idle if plan.step == EMPTY_STEP and plan.group and plan.group.num_guesses]
+    assert idle_guesses or share == "both"
     for runner in engines.device_runners:
         assert runner.captured.num_replays > 0

@@ -1,4 +1,4 @@
-"""Mixtures whose experts are spread over ranks answer as they do on one device, whatever the other ranks have to do."""
+"""MoE models whose experts are spread over ranks answer as on one device, independent of other ranks' requests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Callable[[str], Path]) -> Callable[[str], dict[str, list[int]]]:
-    """The tokens of every request on one device."""
+    """Return a function that computes the tokens of all requests on one device."""
 
     @functools.cache
     def answer(architecture: str) -> dict[str, list[int]]:
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_one_device(
 @pytest.mark.parametrize("captured", [0, 24], ids=["eager", "captured"])
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (2, 2)])
-def test_the_runners_of_gpus_pad_their_steps_to_one_size_or_tell_each_other_theirs(
+def test_gpu_runners_pad_their_steps_to_one_size_or_exchange_sizes(
     tp: int, dp: int, spread: str, captured: int, folder: Callable[[str], Path], alone: Any
 ) -> None:
     scored = request("scored", prompt(19, 9), 8, logprobs=0, prompt_logprobs=0)
@@ -113,7 +113,7 @@ def test_the_runners_of_gpus_pad_their_steps_to_one_size_or_tell_each_other_thei
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (2, 2)])
-def test_a_stub_of_a_rank_runs_its_kernels_and_waits_for_nobody(
+def test_a_stub_of_a_rank_runs_its_kernels_without_waiting_for_others(
     tp: int, dp: int, folder: Callable[[str], Path]
 ) -> None:
     config = load_config(folder("deepseek_v2"))
@@ -141,7 +141,7 @@ def test_a_rank_without_requests_serves_the_others_and_starts_when_it_gets_some(
             engines.submit(1 + index % 2, each)
         answers |= {each.request_id: engines.wait(each.request_id) for each in later}
     assert answers == alone("qwen3_moe")
-    assert len({len(runner.plans) for runner in engines.runners}) == 1, "every rank ran every step"
+    assert len({len(runner.plans) for runner in engines.runners}) == 1, "every rank must run every step"
 
 
 @pytest.mark.parametrize("backend", ALL2ALL_BACKENDS)
@@ -185,7 +185,7 @@ def test_experts_move_while_serving_and_no_token_changes(
             engines.submit(index % dp, each)
         assert {each.request_id: engines.wait(each.request_id) for each in REQUESTS} == alone("qwen3_moe")
     reviews = {balancer.last for balancer in engines.balancers if balancer is not None}
-    assert len(reviews) == 1, "all ranks have seen and done the same"
+    assert len(reviews) == 1, "all ranks must have had the same loads and moves"
     assert reviews.pop().num_moves > 0
 
 

@@ -1,4 +1,4 @@
-"""Placement of experts: every expert has a place, none has two on a rank, and busy ones get help."""
+"""Placement of experts: every expert has a place, none has two on a rank, and busy ones get replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.engine.parallel.placement import ExpertPlacement
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[ExpertPlacement, list[list[int]]]:
-    """A placement, and loads that come one after another."""
+    """Draw an initial placement and a sequence of loads."""
     num_ranks, slots = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     places = num_ranks * slots
     num_experts = draw(st.integers(slots, places))
@@ -38,7 +38,7 @@ def test_every_plan_gives_each_expert_a_place_and_moves_lead_to_it(
         check(placement, num_experts)
         target = placement.balanced(loads)
         check(target, num_experts)
-        assert target.most_replicas == placement.most_replicas, "tables keep their shape"
+        assert target.most_replicas == placement.most_replicas, "tables must keep their shape"
         memory = [expert for rank in placement.held for expert in rank]
         before = list(memory)
         for move in placement.moves_to(target):
@@ -48,12 +48,12 @@ def test_every_plan_gives_each_expert_a_place_and_moves_lead_to_it(
         placement = target
 
 
-def test_experts_lie_in_order_at_first_and_the_first_ones_twice() -> None:
+def test_the_initial_placement_is_in_order_with_replicas_of_the_first_experts() -> None:
     assert ExpertPlacement.initial(4, 2, 3).held == ((0, 1), (2, 3), (0, 1))
     assert ExpertPlacement.initial(4, 0, 2).held == ((0, 1), (2, 3))
 
 
-def test_two_busy_experts_of_one_rank_part() -> None:
+def test_two_busy_experts_of_one_rank_are_separated() -> None:
     placement = ExpertPlacement.initial(4, 0, 2)
     loads = [50, 50, 1, 1]
     assert placement.imbalance(loads) == pytest.approx(100 * 2 / 102)
@@ -68,7 +68,7 @@ def test_the_busiest_expert_gets_the_spare_places() -> None:
     assert target.imbalance(loads) < placement.imbalance(loads) / 1.8
 
 
-def test_what_is_balanced_stays_where_it_is() -> None:
+def test_experts_of_balanced_ranks_do_not_move() -> None:
     placement = ExpertPlacement.initial(8, 0, 4)
     loads = [4, 3, 2, 5, 6, 1, 0, 7]
     target = placement.balanced(loads)
@@ -80,7 +80,7 @@ def test_without_loads_there_is_no_imbalance() -> None:
 
 
 def test_uneven_loads_of_many_experts_come_close_to_even() -> None:
-    """As of a published case: 256 experts, 32 replicas, 32 ranks, loads that fall off like a power."""
+    """A published case: 256 experts, 32 replicas, 32 ranks, and loads that fall off by a power law."""
     placement = ExpertPlacement.initial(256, 32, 32)
     loads = [int(100_000 / (1 + (37 * expert) % 256)) for expert in range(256)]
     target = placement.balanced(loads)

@@ -49,7 +49,7 @@ def prompt(length: int, seed: int) -> list[int]:
     return [3 + (seed * 37 + 11 * position * position) % 250 for position in range(length)]
 
 
-# Of different lengths, so that ranks finish at different times; one longer than a step.
+# Prompts have different lengths, so that ranks finish at different times; one is longer than a step.
 REQUESTS = [
     request("a", prompt(40, 1), 12),
     request("b", prompt(7, 2), 20),
@@ -61,7 +61,7 @@ REQUESTS = [
 
 
 class _Told(Runner):
-    """A leader's runner, which has the followers of its column run the same."""
+    """A leader's runner, which sends its plans to the followers of its tensor-parallel group, too."""
 
     def __init__(self, runner: Runner, followers: list[queue.SimpleQueue[StepPlan | None]]) -> None:
         self._runner = runner
@@ -92,9 +92,9 @@ class ThreadEngines:
         num_drafts: int = 0,
         drafting_ranks: Sequence[int] = (),
     ) -> None:
-        """With `captured_tokens`, the ranks have the runners of GPUs: see `_device_runner`.
+        """Make engines on `tp * dp` ranks. With `captured_tokens`, they have the runners of GPUs: see `_device_runner`.
 
-        With `num_drafts`, the model's draft layer is run, and requests of `drafting_ranks` have as many as they may.
+        With `num_drafts`, the model's draft layer runs, and requests of `drafting_ranks` have up to so many drafts.
         """
         self._config = load_config(folder, drafts=num_drafts > 0)
         self._num_drafts = num_drafts
@@ -122,7 +122,7 @@ class ThreadEngines:
         self._locksteps: list[Lockstep] = []
         made = [self._runner(groups) for groups in self._groups]
         self.balancers = [balancer for _, balancer in made]
-        if self._capture:  # all ranks at once, as each runs the others' collectives
+        if self._capture:  # all ranks at once, as they take part in each other's collectives
             run_threads([runner.capture for runner in self._capture], self._abort)
         self.device_runners = self._capture
         for rank in range(dp):
@@ -161,7 +161,7 @@ class ThreadEngines:
             bell.set()
         if error is not None or self.errors:
             self._abort()
-        for threads in (self._leaders, self._followers):  # in this order: plans end when those who make them have
+        for threads in (self._leaders, self._followers):  # leaders first, as a lane ends after its leader
             for thread in threads:
                 thread.join(TIMEOUT_S)
                 assert not thread.is_alive()
@@ -177,14 +177,14 @@ class ThreadEngines:
         self._bells[rank].set()
 
     def outputs(self, request_id: str) -> list[EngineOutput]:
-        """All of a request, waited for."""
+        """Wait for all outputs of a request, and return them."""
         found: list[EngineOutput] = []
         while not found or found[-1].finish_reason is None:
             found.append(self._answers[request_id].get(timeout=TIMEOUT_S))
         return found
 
     def wait(self, request_id: str) -> list[int]:
-        """The tokens of a request."""
+        """Wait for the tokens of a request, and return them."""
         return [token for output in self.outputs(request_id) for token in output.token_ids]
 
     def _runner(self, groups: ParallelGroups) -> tuple[Runner, ExpertBalancer | None]:
@@ -208,7 +208,7 @@ class ThreadEngines:
         return ModelRunner(model, [kv], CpuBackend(CpuShapes(limits)), limits, self._core_config.vocab_size)
 
     def _device_runner(self, model: CausalLM, kv: torch.Tensor) -> Runner:
-        """That of a GPU, which has "captured" mixes of up to so many tokens; of 0, nothing at all."""
+        """Return a GPU's runner with "captured" steps of up to `captured_tokens` tokens, with none if it is 0."""
         limits = self._limits()
         shapes = CudaShapes(limits, max_tokens=self._captured_tokens or 0)
         backend = CudaBackend(InlineStream(), shapes, torch.float32)

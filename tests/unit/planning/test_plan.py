@@ -1,4 +1,4 @@
-"""Plans agree with engines, as far as that can be known without one."""
+"""Plans agree with engines, as far as can be known without one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...helpers.baton_command import run_baton
 from ...helpers.checkpoints import write_checkpoint
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-SERVED = {  # a config: the model's shapes, GPUs of a node, GB of each, nodes that it takes
+SERVED = {  # config: (shapes of the model, GPUs per node, GB per GPU, number of nodes)
     "one_gpu": ("qwen3-8b", 1, 80, 1),
     "one_node_tp8": ("llama-3.3-70b", 8, 80, 1),
     "one_node_tp2": ("qwen3-32b", 8, 80, 1),
@@ -36,7 +36,7 @@ SERVED = {  # a config: the model's shapes, GPUs of a node, GB of each, nodes th
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_every_config_that_is_shipped_would_be_served(name: str) -> None:
+def test_every_shipped_config_has_a_plan_without_refusals(name: str) -> None:
     shape, gpus, memory, nodes = SERVED[name]
     model = None if shape is None else str(CONFIGS / "models" / shape)
     (spec,) = specs_in_file(CONFIGS / "serve" / f"{name}.yaml", model=model).values()
@@ -48,7 +48,7 @@ def test_every_config_that_is_shipped_would_be_served(name: str) -> None:
     assert all(fleet.num_requests(plan.traffic) > 0 for fleet in plan.fleets)
 
 
-def test_no_config_that_is_shipped_is_left_out() -> None:
+def test_all_shipped_configs_are_tested() -> None:
     assert {file.stem for file in (CONFIGS / "serve").glob("*.yaml")} == set(SERVED)
     assert {shape for shape, *_ in SERVED.values() if shape} == {
         folder.name for folder in (CONFIGS / "models").iterdir() if folder.is_dir()
@@ -80,7 +80,7 @@ ONE_NODE = Machines(8, 80 * GB, nodes=1)
         ({"unified": {}}, {"enable_expert_parallel": True}, ONE_NODE, "has no experts"),
     ],
 )
-def test_what_would_be_refused_is_said(
+def test_a_plan_names_what_would_be_refused(
     fleets: dict[str, Any], engine: dict[str, Any], machines: Machines, said: str
 ) -> None:
     (refusal,) = plan_of(fleets, engine, machines).refusals
@@ -90,7 +90,7 @@ def test_what_would_be_refused_is_said(
 TIERS = {"host_bytes": 100 * GB, "disk_path": "/d", "disk_bytes": 1000 * GB}
 
 
-def test_tiers_and_buffers_are_counted_on_each_node_by_the_workers_that_are_there() -> None:
+def test_tiers_and_buffers_of_a_nodes_workers_are_added_up() -> None:
     args = {
         "model": str(CONFIGS / "models/qwen3-32b"),
         "engine": {"tensor_parallel_size": 2},
@@ -118,7 +118,7 @@ def test_tiers_and_buffers_are_counted_on_each_node_by_the_workers_that_are_ther
         ),
     ],
 )
-def test_tiers_that_a_node_does_not_hold_are_refused(machines: Machines, said: str) -> None:
+def test_tiers_larger_than_a_nodes_memory_or_disk_are_refused(machines: Machines, said: str) -> None:
     fleets = {"unified": {"replicas": 2, "engine": {"tensor_parallel_size": 2}, "kv_tiers": TIERS}}
     (refusal,) = plan_of(fleets, {}, machines).refusals
     assert said in refusal
@@ -129,13 +129,13 @@ def test_tiers_that_just_fit_are_not_refused() -> None:
     assert plan_of(fleets, {}, Machines(8, 80 * GB, memory_bytes=200 * GB, disk_bytes=2000 * GB)).refusals == []
 
 
-def test_a_model_without_a_gpu_is_in_the_hosts_memory() -> None:
+def test_a_model_without_a_gpu_counts_as_host_memory() -> None:
     (refusal,) = plan_of({"unified": {}}, {"device": "cpu"}, Machines(0, memory_bytes=30 * GB)).refusals
     assert "GB of models), it has 30" in refusal
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
-def test_what_states_read_of_drafts_is_in_the_plan(device: str) -> None:
+def test_draft_inputs_of_recurrent_states_are_in_the_plan(device: str) -> None:
     drafts = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}}
     args: dict[str, Any] = {"model": str(CONFIGS / "demo/hybrid"), "fleets": {"unified": {}}}
     plain, drafted = (
@@ -154,14 +154,14 @@ def test_experts_that_do_not_divide_are_refused() -> None:
     assert "num_redundant_experts" in refusal
 
 
-def test_a_context_that_does_not_fit_is_cut_where_nobody_asked_for_it() -> None:
+def test_a_default_context_that_does_not_fit_is_reduced() -> None:
     plan = plan_of({"unified": {}}, {"kv_cache_memory_bytes": 10**9}, ONE_NODE)
     assert plan.refusals == []
     assert plan.fleets[0].max_model_len == plan.fleets[0].num_blocks * 16 < 40960
     assert "max_model_len becomes" in plan.notes[0]
 
 
-def test_a_group_stays_on_one_node_where_it_can() -> None:
+def test_a_group_stays_on_one_node_if_possible() -> None:
     plan = plan_of({"unified": {"replicas": 3}}, {"tensor_parallel_size": 4}, Machines(6, 80 * GB))
     nodes = [{rank.node for rank in plan.ranks if rank.group == group} for group in range(3)]
     assert nodes == [{0}, {1}, {2}]
@@ -193,7 +193,7 @@ def test_gpu_memory_that_would_go_through_tcp_is_noted(
     assert any("through TCP" in note for note in plan.notes) is is_noted
 
 
-def test_engines_may_share_a_gpu_and_are_told_to_use_it_at_the_same_time() -> None:
+def test_engines_may_share_a_gpu_and_the_plan_recommends_mps() -> None:
     plan = plan_of({"unified": {"replicas": 4, "num_gpus": 0.5}}, {}, Machines(2, 80 * GB))
     assert plan.num_nodes == 1
     assert any("nvidia-cuda-mps-control" in note for note in plan.notes)
@@ -201,7 +201,7 @@ def test_engines_may_share_a_gpu_and_are_told_to_use_it_at_the_same_time() -> No
     assert not any("nvidia-cuda-mps-control" in note for note in on_cpu.notes)
 
 
-def test_ranks_are_those_that_clients_will_see() -> None:
+def test_engine_ranks_are_numbered_as_clients_see_them() -> None:
     fleets = {
         "prefill": {"replicas": 2, "engine": {"tensor_parallel_size": 2}},
         "decode": {"engine": {"data_parallel_size": 3}},
@@ -217,7 +217,7 @@ def test_ranks_are_those_that_clients_will_see() -> None:
 
 
 @pytest.mark.parametrize(("decode_ranks", "copies"), [(4, 1), (8, 1), (16, 2)])
-def test_the_bandwidth_is_that_of_the_parts_that_each_rank_reads(decode_ranks: int, copies: int) -> None:
+def test_the_bandwidth_counts_the_parts_that_each_rank_reads(decode_ranks: int, copies: int) -> None:
     fleets = {"prefill": {}, "decode": {"engine": {"tensor_parallel_size": decode_ranks}}}
     plan = plan_of(fleets, {}, Machines(8, 80 * GB), requests_per_s=10.0, prompt_tokens=1000)
     token_bytes = 2 * 64 * 8 * 128 * 2  # keys and values, layers, heads, dimensions, bytes
@@ -227,13 +227,13 @@ def test_the_bandwidth_is_that_of_the_parts_that_each_rank_reads(decode_ranks: i
     assert plan.bandwidth.decode_rank == plan.bandwidth.total / decode_ranks
 
 
-def test_latents_are_on_every_rank() -> None:
+def test_every_rank_receives_all_latents() -> None:
     model = load_config(CONFIGS / "models/deepseek-v3", load_format="dummy")
     assert handoff_bytes(model.caches, 4, 1000) == 4 * 1008 * 61 * 576 * 2
 
 
-def test_of_windows_and_states_a_hand_off_moves_what_is_read_later() -> None:
-    """As engines do: `BlockNumbers` counts what is handed over."""
+def test_a_hand_off_of_windows_and_states_moves_only_what_is_read_later() -> None:
+    """Engines hand over the same blocks, which `BlockNumbers` counts."""
     window, state = CacheGroupConfig(num_blocks=9, window=100), CacheGroupConfig(num_blocks=9, checkpoint_tokens=512)
     numbers = BlockNumbers(make_groups([CacheGroupConfig(num_blocks=9), window, state], 16))
     kept = {"num_kv_heads": 1, "head_dim": 1, "dtype": "float8_e4m3fn", "num_planes": 1}
@@ -252,17 +252,17 @@ def test_of_windows_and_states_a_hand_off_moves_what_is_read_later() -> None:
 @pytest.mark.parametrize(
     ("engine", "gigabytes"),
     [
-        ({"data_parallel_size": 16, "enable_expert_parallel": True}, 61.0),  # 41 of it experts
-        ({"tensor_parallel_size": 16}, 43.2),  # of each expert one block is a rank's
+        ({"data_parallel_size": 16, "enable_expert_parallel": True}, 61.0),  # 41 GB of them are experts
+        ({"tensor_parallel_size": 16}, 43.2),  # each rank has one block of every expert
     ],
 )
-def test_experts_stay_in_8_bits_where_a_rank_has_whole_blocks(engine: dict[str, Any], gigabytes: float) -> None:
+def test_experts_stay_fp8_if_a_rank_has_whole_blocks(engine: dict[str, Any], gigabytes: float) -> None:
     plan = plan_of({"unified": {}}, engine, Machines(8, 141 * GB), shape="deepseek-v3")
     assert plan.refusals == []
     assert plan.fleets[0].weights / GB == pytest.approx(gigabytes, rel=0.02)
 
 
-def test_weights_of_8_bits_are_multiplied_out_on_gpus_without_fp8() -> None:
+def test_fp8_weights_are_dequantized_on_gpus_without_fp8() -> None:
     engine = {"data_parallel_size": 16, "enable_expert_parallel": True}
     narrow, wide = (
         plan_of({"unified": {}}, engine, Machines(8, 192 * GB, has_fp8=has_fp8), shape="deepseek-v3").fleets[0].weights
@@ -271,7 +271,7 @@ def test_weights_of_8_bits_are_multiplied_out_on_gpus_without_fp8() -> None:
     assert 1.8 < wide / narrow < 2
 
 
-def test_the_command_prints_the_plan_and_fails_where_something_is_refused(tmp_path: Path) -> None:
+def test_the_command_prints_the_plan_and_fails_if_something_is_refused(tmp_path: Path) -> None:
     file = str(CONFIGS / "serve/wide_ep.yaml")
     model = ["--model", str(CONFIGS / "models/deepseek-v3")]
     done = run_baton("plan", file, *model, "--gpu-memory", "141")
@@ -282,14 +282,14 @@ def test_the_command_prints_the_plan_and_fails_where_something_is_refused(tmp_pa
         done = run_baton("plan", file, *model, *fewer)
         assert done.returncode == 1, fewer
         assert "refused: unified: gpu_memory_utilization" in done.stdout
-        assert "Memory of each worker" not in done.stdout, "of a plan that has no fleet left"
-        assert "handed over" not in done.stdout, "that is not known either"
+        assert "Memory of each worker" not in done.stdout, "the plan must have no fleet left"
+        assert "handed over" not in done.stdout, "without a fleet there are no hand-offs, either"
     done = run_baton("plan", file)
     assert done.returncode == 1
-    assert "does not hold deepseek-ai/DeepSeek-V3" in done.stderr, "these tests are offline"
+    assert "does not hold deepseek-ai/DeepSeek-V3" in done.stderr, "tests are offline, so the model cannot be fetched"
 
 
-def test_what_goes_into_a_pipe_is_neither_cut_nor_wrapped() -> None:
+def test_output_to_a_pipe_is_neither_cut_nor_wrapped() -> None:
     done = run_baton("plan", str(CONFIGS / "serve/demo.yaml"), COLUMNS="40")
     lines = done.stdout.splitlines()
     headings = ("weights", "step (estimated)", "KV", "KV blocks", "max_model_len", "requests of an engine")
@@ -298,13 +298,13 @@ def test_what_goes_into_a_pipe_is_neither_cut_nor_wrapped() -> None:
     assert bandwidth.endswith("to each decode worker")
 
 
-def test_what_is_taken_for_granted_of_nodes_is_said() -> None:
+def test_the_plan_prints_its_assumptions_about_nodes() -> None:
     done = run_baton("plan", str(CONFIGS / "serve/prefill_decode.yaml"), "--model", str(CONFIGS / "models/qwen3-32b"))
     assert done.returncode == 0, done.stderr
     assert "8 GPUs of 80 GB, each with enough of decode_node, prefill_node" in done.stdout
 
 
-def test_check_says_what_it_could_not_check(tmp_path: Path) -> None:
+def test_check_names_what_it_could_not_check(tmp_path: Path) -> None:
     done = run_baton("check", str(CONFIGS / "serve/one_gpu.yaml"))
     assert done.returncode == 0
     assert "not checked" in done.stdout
@@ -320,14 +320,14 @@ ON_PREMISES = [file for file in sorted((CONFIGS / "ray").glob("*.yaml")) if "typ
 
 
 @pytest.mark.parametrize("file", ON_PREMISES, ids=lambda file: file.stem)
-def test_ray_takes_its_cluster_files(file: Path) -> None:
+def test_ray_accepts_the_cluster_files(file: Path) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     text = file.read_text()
     validate_config(prepare_config(yaml.safe_load(text)))
     assert f"ray up configs/ray/{file.name}" in text
     served = [name for name in SERVED if f"configs/serve/{name}.yaml" in text]
-    assert served, "it says what to deploy on it"
+    assert served, "the file must name a config to deploy on the cluster"
     _, gpus, _, nodes = SERVED[served[0]]
     config = yaml.safe_load(text)
     assert 1 + config["max_workers"] == nodes
@@ -337,7 +337,7 @@ def test_ray_takes_its_cluster_files(file: Path) -> None:
         assert (resource in text) == asked
 
 
-def test_layers_with_a_window_have_an_arena_of_their_own_with_tiers_too(tmp_path: Path) -> None:
+def test_layers_with_a_window_have_an_arena_of_their_own_also_with_tiers(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss", sliding_window=24, max_position_embeddings=4096)
 
     def arenas_of(fleets: dict[str, Any], role: str) -> list[tuple[str, int]]:

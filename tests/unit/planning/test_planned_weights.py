@@ -1,4 +1,4 @@
-"""Weights are planned as a model has them."""
+"""Planned weights have the sizes of a model's."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ CLASSES = {
 }
 
 
-WIDER = {"hidden_size": 512, "vocab_size": 1024}  # so that biases and norms, which a plan leaves out, weigh little
+WIDER = {"hidden_size": 512, "vocab_size": 1024}  # so large that biases and norms, which plans leave out, hardly count
 
 
 class Rank(Group):
-    """A rank whose group is not there."""
+    """A rank's view of a group without its other members."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def _nobody_is_there(self, *_: Any) -> Any:
-        raise AssertionError("a model is divided without asking anyone")
+    def _refuse_communication(self, *_: Any) -> Any:
+        raise AssertionError("dividing a model must not communicate")
 
-    all_reduce = all_gather = reduce_scatter = all_to_all = agree = close = _nobody_is_there
+    all_reduce = all_gather = reduce_scatter = all_to_all = agree = close = _refuse_communication
 
 
 def numbers_in(layer: Layer) -> int:
@@ -71,9 +71,7 @@ def write_config(folder: Path, architecture: str, **keys: Any) -> str:
         *((architecture, 1, 2) for architecture in ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")),
     ],
 )
-def test_as_many_weights_are_planned_as_a_model_has(
-    architecture: str, ranks: int, dp_size: int, tmp_path: Path
-) -> None:
+def test_planned_weights_equal_those_of_a_model(architecture: str, ranks: int, dp_size: int, tmp_path: Path) -> None:
     check_planned_weights(write_config(tmp_path, architecture), ranks, dp_size)
 
 

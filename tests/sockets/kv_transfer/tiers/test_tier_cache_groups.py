@@ -1,4 +1,4 @@
-"""Models of several cache groups with tiers: what is restored of each group gives the tokens that computing gives."""
+"""Models of several cache groups with tiers: restored blocks of each group give the same tokens as computed ones."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(240)]
 WINDOW = 40
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": WINDOW},
-    "gemma4_text": {"sliding_window": WINDOW},  # windows have other heads than full layers
+    "gemma4_text": {"sliding_window": WINDOW},  # window layers have other heads than full ones
     "qwen3_5_text": {},  # gated delta rule, as in Qwen3-Next
 }
 LENGTH = CHECKPOINT_TOKENS + 9
 SIZES = {"max_model_len": LENGTH + 40, "max_num_batched_tokens": 300, "max_num_seqs": 2}
-FEW = 48  # blocks of an arena: one sequence and little more
+FEW = 48  # blocks of an arena: enough for one sequence and a few more
 STEM = random.Random(2).choices(range(3, 250), k=LENGTH)
 
 
@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def asked(name: str, first: int) -> EngineRequest:
-    """A prompt of its own that begins with `first`."""
+    """Return a request whose prompt shares no prefix with others, as its first token is `first`."""
     return EngineRequest(
         request_id=name,
         prompt_token_ids=[first, *STEM[1:]],
@@ -74,7 +74,7 @@ def disk(folder: Path) -> TierSettings:
 
 
 def run_one_by_one(tiered: TieredEngine, requests: Sequence[EngineRequest] = PROMPTS) -> Tokens:
-    """Each after the last one's blocks have gone down: blocks of tokens of the one before are evicted."""
+    """Run each request after the blocks of the previous one are stored, so that those are evicted from the pool."""
     tokens: Tokens = {}
     for request in requests:
         tokens |= tiered.run([request])
@@ -83,7 +83,7 @@ def run_one_by_one(tiered: TieredEngine, requests: Sequence[EngineRequest] = PRO
 
 
 @pytest.mark.parametrize("where", [host, disk])
-def test_what_comes_back_of_all_groups_gives_the_tokens_of_computing(
+def test_restored_blocks_of_all_groups_give_the_same_tokens_as_computed_ones(
     model: Path, expected: Tokens, tmp_path: Path, where: Callable[[Path], TierSettings]
 ) -> None:
     with engine(model, where(tmp_path), num_gpu_blocks_override=FEW, **SIZES) as tiered:
@@ -97,7 +97,7 @@ def test_what_comes_back_of_all_groups_gives_the_tokens_of_computing(
 
 
 @pytest.mark.slow
-def test_the_next_engine_restores_all_groups_and_what_was_damaged_is_computed(
+def test_the_next_engine_restores_all_groups_and_computes_damaged_blocks(
     model: Path, expected: Tokens, tmp_path: Path
 ) -> None:
     with engine(model, disk(tmp_path), **SIZES, num_gpu_blocks_override=FEW) as first:
@@ -118,17 +118,17 @@ def test_the_next_engine_restores_all_groups_and_what_was_damaged_is_computed(
         assert run_one_by_one(third) == expected
         stats = third.quiet()
         assert stats.failures["corrupt"] > 0
-        assert stats.restored_tokens == 0, "no place has what all groups need"
+        assert stats.restored_tokens == 0, "at no position can all groups be restored"
 
 
 class SpyStore(TierStore):
-    """Notes what is restored."""
+    """A store that records which blocks are restored."""
 
     def __init__(self, region: CacheRegion, *arguments: Any, **named: Any) -> None:
         super().__init__(region, *arguments, **named)
         self.region = region
         self.restored: list[int] = []
-        self.spoils = False  # the last group's blocks, when they have come
+        self.spoils = False  # whether to overwrite the last group's blocks after they are restored
 
     def restore(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
         self.restored = list(block_ids)
@@ -146,7 +146,7 @@ class SpyStore(TierStore):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spoils", [False, True])
-def test_only_what_can_be_read_comes_back_and_of_that_all_counts(
+def test_only_blocks_that_are_read_later_are_restored_and_all_of_them_matter(
     model: Path, expected: Tokens, tmp_path: Path, spoils: bool
 ) -> None:
     sizes = {**SIZES, "num_gpu_blocks_override": FEW}
@@ -170,7 +170,7 @@ def test_tiers_without_room_for_a_block_of_each_group_are_refused_by_name(model:
 
 
 @pytest.mark.slow
-def test_the_hybrid_demo_model_recalls_what_comes_out_of_tiers(tmp_path: Path) -> None:
+def test_the_hybrid_demo_model_recalls_prompts_restored_from_tiers(tmp_path: Path) -> None:
     questions = Questions.of(HYBRID, [LENGTH], 5)
     with engine(HYBRID, host(tmp_path), **SIZES, num_gpu_blocks_override=FEW) as tiered:
         assert questions.share_right(run_one_by_one(tiered, questions.requests)) == 1.0

@@ -1,4 +1,4 @@
-"""Whole engines with a tiny model and few blocks: what comes out of a tier gives the tokens that computing gives."""
+"""Whole engines with a tiny model and few blocks: restored blocks give the same tokens as computed ones."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_tokens_are_those_of_an_engine_that_computes_everything(
         assert stats.restored_tokens > 0
         assert stats.hits * 16 == stats.restored_tokens
         assert stats.failures == {}
-        assert all(stats.blocks.values()), "every tier was used"
+        assert all(stats.blocks.values()), "every tier must be used"
 
 
 @pytest.mark.slow
-def test_the_next_engine_restores_what_the_last_one_computed(model: Path, expected: Tokens, tmp_path: Path) -> None:
-    # With few blocks some would be evicted while they wait for their turn to be stored.
+def test_the_next_engine_restores_blocks_of_the_last_one(model: Path, expected: Tokens, tmp_path: Path) -> None:
+    # With few blocks, some would be evicted before they are stored.
     with engine(model, DISK(tmp_path), num_gpu_blocks_override=MANY_BLOCKS) as first:
         first.run(a_batch())
         first.quiet()
@@ -72,7 +72,7 @@ def test_the_next_engine_restores_what_the_last_one_computed(model: Path, expect
         assert told.stored == told.host == b""
         prompts = (block_hashes(each.prompt_token_ids, BLOCK_SIZE, each.cache_salt) for each in a_batch())
         prompt_names = {name for hashes in prompts for name in unpack_names(pack_names(hashes))}
-        assert prompt_names <= set(unpack_names(told.disk)), "gateways hear of it before the first request"
+        assert prompt_names <= set(unpack_names(told.disk)), "gateways must know the blocks before the first request"
         assert second.run(a_batch()) == expected
         stats = second.quiet()
         assert stats.restored_tokens > 500, "the prompts have 800 tokens in full blocks"
@@ -81,7 +81,7 @@ def test_the_next_engine_restores_what_the_last_one_computed(model: Path, expect
 
 
 @pytest.mark.slow
-def test_blocks_with_other_bytes_are_computed_again_and_counted(model: Path, expected: Tokens, tmp_path: Path) -> None:
+def test_damaged_blocks_are_computed_again_and_counted(model: Path, expected: Tokens, tmp_path: Path) -> None:
     with engine(model, DISK(tmp_path)) as first:
         first.run(a_batch())
         first.quiet()
@@ -109,7 +109,7 @@ def test_an_engine_that_is_killed_leaves_blocks_that_the_next_one_restores(
     model: Path, expected: Tokens, tmp_path: Path
 ) -> None:
     ours, theirs = FORKING.Pipe()
-    small = TierSettings(disk_path=str(tmp_path), disk_bytes=150_000, min_tokens=16)  # is written over and over
+    small = TierSettings(disk_path=str(tmp_path), disk_bytes=150_000, min_tokens=16)  # slots are overwritten many times
     process = FORKING.Process(target=_serve_for_ever, args=(theirs, model, small), daemon=True)
     process.start()
     theirs.close()

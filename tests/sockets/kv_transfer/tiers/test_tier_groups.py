@@ -1,4 +1,4 @@
-"""An engine on two ranks with tiers, one process a rank, gives the tokens of one engine that computes everything."""
+"""An engine of two ranks with tiers, one process per rank, gives the tokens of an engine that computes everything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(180)
 
 
 class Model:
-    """The model that is served, and what one engine without tiers makes of it."""
+    """The model, and the tokens of one engine without tiers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,14 +51,14 @@ def test_tokens_are_those_of_one_engine_also_after_a_restart(model: Model, tmp_p
             stats = first.quiet()
         assert stats.restored_tokens > 0
         assert stats.failures == {}
-        assert all(stats.blocks.values()), "every tier was used"
+        assert all(stats.blocks.values()), "every tier must be used"
         in_both = sum(stats.blocks.values())
         first.end()
     finally:
         first.kill()
     second = model.engine(2, FEW_BLOCKS, both)
     try:
-        assert second.quiet().blocks["disk"] == in_both, "what was in memory was saved"
+        assert second.quiet().blocks["disk"] == in_both, "blocks in memory must be saved at the end"
         assert tokens_of(second) == model.expected
         stats = second.quiet()
         assert stats.restored_tokens > 0
@@ -74,7 +74,7 @@ def test_one_ranks_damaged_file_costs_time_and_no_token(model: Model, tmp_path: 
         assert tokens_of(first) == model.expected
         first.quiet()
     finally:
-        first.kill()  # not in order
+        first.kill()  # without an orderly end
     (index,) = [path for path in tmp_path.glob("*.index") if b'"rank": 1,' in path.read_bytes()]
     with index.with_suffix(".kv").open("r+b") as file:
         size = file.seek(0, 2)

@@ -37,7 +37,7 @@ SIZES = (24, 6)
 
 
 class Memory:
-    """The arenas of one rank of two, full of numbers of its own."""
+    """The arenas of one of two ranks, and random content for them."""
 
     def __init__(self, rank: int) -> None:
         layouts = [group.blocks for group in CACHES.groups]
@@ -125,14 +125,14 @@ def load(store: TierStore, memories: Sequence[Memory]) -> int:
 
 
 @pytest.mark.parametrize("host", [0, 100_000])
-def test_shares_of_all_groups_come_back_and_are_found_again(tmp_path: Path, host: int) -> None:
+def test_shares_of_all_groups_are_restored_and_found_again(tmp_path: Path, host: int) -> None:
     with two_ranks(tmp_path, host) as (store, memories):
         save(store, memories)
         assert store.tier_of(name(2), 1) is (Tier.HOST if host else Tier.DISK)
-        assert store.tier_of(name(1), 1) is None, "a hash is known in the groups that have stored it"
+        assert store.tier_of(name(1), 1) is None, "a hash must be known only in groups that have stored it"
         assert load(store, memories) == 4
         assert sum(store.stats().blocks.values()) == 4
-    assert len(list(tmp_path.glob("*/*.kv"))) == 4, "a pair for each rank and group"
+    assert len(list(tmp_path.glob("*/*.kv"))) == 4, "each rank and group must have a file"
     with two_ranks(tmp_path, host) as (store, memories):
         for memory in memories:
             memory.fill()
@@ -155,7 +155,7 @@ def test_a_state_that_is_damaged_on_one_rank_is_lost_on_both(tmp_path: Path) -> 
         assert store.stats().failures == {"corrupt": 1}
 
 
-def test_ranks_whose_slots_would_have_other_numbers_do_not_start() -> None:
+def test_ranks_with_different_numbers_of_slots_do_not_start() -> None:
     with (
         pytest.raises(TransportError, match="give all the same kv_tiers"),
         two_ranks(None, host=100_000, other_host=60_000),
@@ -166,7 +166,7 @@ def test_ranks_whose_slots_would_have_other_numbers_do_not_start() -> None:
 def test_a_move_from_one_group_to_another_is_refused() -> None:
     handler = TierHandler(Memory(1).region, settings_of(None, 100_000), "s", 1, 2)
     opened = list(handler.handle(OpenTiers("")))
-    assert len(opened) == 2, "a report for each group"
+    assert len(opened) == 2, "each group must have a report"
     with pytest.raises(MalformedMessage, match="from one cache group to another"):
         list(handler.handle(MoveBlocks([Move(name(1), Tier.POOL, STATE, Tier.HOST, 0)])))
     handler.close()

@@ -1,4 +1,4 @@
-"""Tiers of a group of two ranks: what one of them has not got, none has."""
+"""Tiers of a group of two ranks: a block counts only if both ranks have it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from . import tier_process
 
 pytestmark = pytest.mark.timeout(60)
 
-SHARE = LAYOUT.head_bytes  # of a block, on each rank
+SHARE = LAYOUT.head_bytes  # bytes of a block on each rank
 _names = itertools.count(1)
 
 
 class Group:
-    """A store over both ranks' pools."""
+    """The store of a group, and the pools of its ranks."""
 
     def __init__(self, store: TierStore, pools: Sequence[Pool], member: MemberThread | None) -> None:
         self.store, self.pools, self.member = store, pools, member
@@ -44,7 +44,7 @@ class Group:
         event_of(self.store)
 
     def load(self, numbers: Sequence[int]) -> int:
-        """Return how many came. Those are checked, on both ranks."""
+        """Restore blocks, check their content on both ranks, and return their number."""
         for pool in self.pools:
             pool.blocks[:] = 0
         found = self.store.find(names(numbers))
@@ -59,8 +59,8 @@ class Group:
         return [number for number in numbers if self.store.find([name(number)])]
 
 
-class Told:
-    """All that a store says of where blocks are."""
+class WatchLog:
+    """A watcher that records the locations of blocks that a store reports."""
 
     def __init__(self) -> None:
         self.news: list[tuple[str, bytes, Tier]] = []
@@ -96,7 +96,7 @@ def a_member(pool: Pool, settings: TierSettings, socket: GroupSocket) -> MemberT
 
 @contextlib.contextmanager
 def a_group(*, host: int = 0, disk: int = 0, folder: Path | None = None, others: Path | None = None) -> Iterator[Group]:
-    """Two ranks with so many slots each; `others`: the folder of rank 1, where it is another."""
+    """Run two ranks with `host` and `disk` slots each. `others` is the folder of rank 1, by default `folder`."""
     socket = GroupSocket(2, "127.0.0.1", None)
     pools = [Pool(2100, rank=rank, size=2) for rank in range(2)]
     member = a_member(pools[1], settings_of(host, disk, others or folder), socket)
@@ -108,12 +108,12 @@ def a_group(*, host: int = 0, disk: int = 0, folder: Path | None = None, others:
             store.close()
     finally:
         member.close()
-        socket.close()  # which the store has done, unless it could not start
+        socket.close()  # the store closes it, unless it could not start
 
 
 class TestBothRanks:
     @pytest.mark.parametrize(("host", "disk"), [(8, 0), (0, 8), (4, 8)])
-    def test_shares_come_back_as_they_went(self, tmp_path: Path, host: int, disk: int) -> None:
+    def test_shares_are_restored_as_they_were_stored(self, tmp_path: Path, host: int, disk: int) -> None:
         with a_group(host=host, disk=disk, folder=tmp_path) as group:
             group.save(range(4))
             group.save(range(4, 8))
@@ -126,16 +126,14 @@ class TestBothRanks:
             group.save(numbers)
             assert group.load(numbers) == len(numbers)
 
-    def test_the_next_group_finds_what_the_last_one_left_wherever_its_ranks_have_their_folders(
-        self, tmp_path: Path
-    ) -> None:
+    def test_the_next_group_finds_the_blocks_of_the_last_one_in_the_folders_of_its_ranks(self, tmp_path: Path) -> None:
         with a_group(disk=8, folder=tmp_path / "a", others=tmp_path / "b") as group:
             group.save(range(8))
         with a_group(disk=8, folder=tmp_path / "a", others=tmp_path / "b") as group:
             assert group.load(range(8)) == 8
         assert [len(list((tmp_path / part).glob("*.kv"))) for part in "ab"] == [1, 1]
 
-    def test_two_engines_in_one_folder_have_four_pairs_of_files_and_find_their_own_again(self, tmp_path: Path) -> None:
+    def test_two_engines_in_one_folder_have_four_pairs_of_files_and_find_their_own(self, tmp_path: Path) -> None:
         for _ in range(2):
             with a_group(disk=4, folder=tmp_path) as one, a_group(disk=4, folder=tmp_path) as other:
                 one.save([1, 2])
@@ -145,7 +143,7 @@ class TestBothRanks:
             assert sorted([one.known(range(6)), other.known(range(6))]) == [[1, 2], [3, 4, 5]]
             assert one.load([1, 2]) == 2
 
-    def test_a_single_engine_does_not_take_the_files_of_a_group_and_says_so(
+    def test_a_single_engine_does_not_use_the_files_of_a_group_and_logs_it(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         with a_group(disk=4, folder=tmp_path) as group:
@@ -159,14 +157,14 @@ class TestBothRanks:
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """The blocks of one rank."""
+    """Return the file with the blocks of one rank."""
     (index,) = [path for path in folder.glob("*.index") if f'"rank": {rank},'.encode() in path.read_bytes()]
     return index.with_suffix(".kv")
 
 
 class TestOneRank:
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_with_other_bytes_in_its_file_spoils_the_block_for_both(self, tmp_path: Path, rank: int) -> None:
+    def test_a_damaged_block_of_one_rank_is_lost_for_both(self, tmp_path: Path, rank: int) -> None:
         with a_group(disk=8, folder=tmp_path) as group:
             group.save(range(4))
             content = group.pools[rank].content(2).tobytes()
@@ -174,9 +172,9 @@ class TestOneRank:
             file.seek(file.read().index(content) + 7)
             file.write(b"\x01\x02\x03")
         with a_group(disk=8, folder=tmp_path) as group:
-            told = Told()
+            told = WatchLog()
             group.store.watch(told)
-            assert set(group.store.kept_in(Tier.DISK)) == set(names(range(4))), "what is told to whoever comes first"
+            assert set(group.store.kept_in(Tier.DISK)) == set(names(range(4))), "all blocks count until they are read"
             assert group.load(range(4)) == 2
             assert group.store.stats().failures == {"corrupt": 1}
             assert group.known(range(4)) == [0, 1, 3]
@@ -186,7 +184,7 @@ class TestOneRank:
             assert group.load(range(4)) == 4
 
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_that_has_lost_its_file_means_that_nothing_is_there(self, tmp_path: Path, rank: int) -> None:
+    def test_a_lost_file_of_one_rank_means_that_no_block_is_known(self, tmp_path: Path, rank: int) -> None:
         with a_group(disk=8, folder=tmp_path) as group:
             group.save(range(4))
         lost = file_of(tmp_path, rank)
@@ -200,8 +198,8 @@ class TestOneRank:
         with a_group(disk=8, folder=tmp_path) as group:
             assert group.load(range(4)) == 4
 
-    def test_that_has_another_block_in_a_slot_means_that_the_slot_is_empty(self, tmp_path: Path) -> None:
-        """As after a kill between the two ranks' writes."""
+    def test_a_slot_with_different_blocks_on_the_ranks_is_empty(self, tmp_path: Path) -> None:
+        """This is the state after a kill between the two ranks' writes."""
         with a_group(disk=4, folder=tmp_path) as group:
             group.save(range(4))
             before = file_of(tmp_path, 1).with_suffix(".index").read_bytes()
@@ -213,7 +211,7 @@ class TestOneRank:
             kept = group.known(range(8))
             assert group.load(kept) == 3
 
-    def test_whose_disk_cannot_be_read_turns_the_disk_tier_off_and_memory_goes_on(self, tmp_path: Path) -> None:
+    def test_a_disk_that_cannot_be_read_turns_the_disk_tier_off_and_memory_goes_on(self, tmp_path: Path) -> None:
         with a_group(host=1, disk=4, folder=tmp_path) as group:
             for number in range(5):
                 group.save([number])
@@ -224,7 +222,7 @@ class TestOneRank:
             group.save([9])
             assert group.load([9]) == 1
 
-    def test_whose_folder_cannot_be_used_refuses_the_group_by_name(self, tmp_path: Path) -> None:
+    def test_a_rank_whose_folder_cannot_be_used_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         refusal = pytest.raises(TransportError, match=r"rank 1 cannot go on: TierRefused: kv_tiers\.disk_path: .*file")
         with refusal, a_group(disk=4, folder=tmp_path / "good", others=tmp_path / "file"):
@@ -233,7 +231,7 @@ class TestOneRank:
 
 @contextlib.contextmanager
 def a_group_with(what: str, folder: Path, *, host: int, disk: int) -> Iterator[tuple[Group, subprocess.Popen[str]]]:
-    """Rank 1 is a process: see `tier_process.py`."""
+    """Run a group whose rank 1 is a process: see `tier_process.py`."""
     socket, pool = GroupSocket(2, "127.0.0.1", None), Pool(rank=0, size=2)
     arguments = [sys.executable, "-m", tier_process.__name__, folder, str(disk), what, socket.address]
     process = subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -251,7 +249,9 @@ def a_group_with(what: str, folder: Path, *, host: int, disk: int) -> Iterator[t
 
 class TestOneRanksFullDisk:
     @pytest.mark.slow
-    def test_means_no_disk_tier_on_any_and_is_counted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_full_disk_at_the_start_means_no_disk_tier_on_any_rank_and_is_counted(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with a_group_with("full", tmp_path, host=0, disk=16) as (group, _):
             assert group.store.stats().failures == {"disk_full": 1}
             group.save([1])
@@ -259,7 +259,7 @@ class TestOneRanksFullDisk:
         assert "no disk tier until the next start: rank 1: " in caplog.text
 
     @pytest.mark.slow
-    def test_costs_only_the_blocks_that_it_could_not_write(self, tmp_path: Path) -> None:
+    def test_a_disk_that_fills_up_loses_only_the_blocks_that_were_not_written(self, tmp_path: Path) -> None:
         with a_group_with("fills_up", tmp_path, host=0, disk=16) as (group, process):
             group.save([1])
             assert process.stdin is not None
@@ -273,7 +273,7 @@ class TestOneRanksFullDisk:
             stats = group.store.stats()
             assert stats.failures["disk_write"] > 0
             assert stats.blocks["disk"] + stats.failures["disk_write"] == 15
-            assert group.load([1]) == 1, "what was stored before is there"
+            assert group.load([1]) == 1, "blocks that were stored before must be there"
 
 
 class TestGone:
@@ -314,7 +314,7 @@ def another_rank(socket: GroupSocket, *, rank: int, num_ranks: int, fingerprint:
 
 
 class TestOrders:
-    def test_a_move_outside_of_what_there_is_is_refused_before_a_byte_moves(self) -> None:
+    def test_a_move_out_of_range_is_refused_before_a_byte_moves(self) -> None:
         pool = Pool(4, rank=1, size=2)
         handler = TierHandler(pool.region, settings_of(2, 0, None), "s", 1, 2)
         with pytest.raises(MalformedMessage, match="before anything is open"):
@@ -330,7 +330,7 @@ class TestOrders:
                 list(handler.handle(MoveBlocks([move])))
         handler.close()
 
-    def test_orders_and_reports_survive_the_wire_and_nonsense_does_not(self) -> None:
+    def test_orders_and_reports_are_decoded_as_encoded_and_nonsense_is_refused(self) -> None:
         order = MoveBlocks([Move(name(1), Tier.DISK, 3, Tier.POOL, 9)])
         assert TIERS.decode_order(encode(order)) == order
         join = Join(1, "f")

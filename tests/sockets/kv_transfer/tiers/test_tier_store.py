@@ -1,4 +1,4 @@
-"""Blocks go to memory and to files and come back: across restarts, kills, other models and bad bytes."""
+"""Blocks are stored to memory and to files and restored, across restarts, kills, other models and damaged files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMAND = [sys.executable, "-m", tier_process.__name__]
 
 
 def run(folder: Path, num_slots: int, what: str) -> tuple[TierStats, int]:
-    """Return what the process says at its end."""
+    """Run `tier_process` and return its last message."""
     done = subprocess.run(
         [*COMMAND, folder, str(num_slots), what], cwd=ROOT, capture_output=True, text=True, timeout=50, check=True
     )
@@ -43,7 +43,7 @@ def said_in(output: str) -> list[str]:
 
 
 class TestMemory:
-    def test_blocks_come_back_as_they_went(self) -> None:
+    def test_blocks_are_restored_as_they_were_stored(self) -> None:
         pool = Pool()
         with tiers(pool, host=8) as store:
             save(store, pool, range(8))
@@ -73,19 +73,19 @@ class TestMemory:
 
 
 class TestDisk:
-    def test_blocks_come_back_as_they_went(self, tmp_path: Path) -> None:
+    def test_blocks_are_restored_as_they_were_stored(self, tmp_path: Path) -> None:
         pool = Pool(256)
         with tiers(pool, disk=200, folder=tmp_path) as store:
-            save(store, pool, range(150))  # more than goes through memory at a time
+            save(store, pool, range(150))  # more than fits the staging memory at a time
             assert load(store, pool, range(150)) == 150
             assert store.stats().blocks == {"disk": 150}
 
-    def test_the_thread_that_waits_for_a_disk_sleeps_no_longer_than_it_asks_to(self, tmp_path: Path) -> None:
+    def test_the_tier_threads_sleeps_have_no_timer_slack(self, tmp_path: Path) -> None:
         with tiers(Pool(), disk=8, folder=tmp_path):
             (thread,) = (each for each in threading.enumerate() if each.name == "baton-tiers")
             assert Path(f"/proc/{thread.native_id}/timerslack_ns").read_text() == "1\n"
 
-    def test_what_the_memory_has_no_room_for_is_on_the_disk(self, tmp_path: Path) -> None:
+    def test_blocks_that_do_not_fit_memory_are_on_the_disk(self, tmp_path: Path) -> None:
         pool = Pool()
         with tiers(pool, host=4, disk=16, folder=tmp_path) as store:
             for first in range(0, 16, 4):
@@ -93,7 +93,7 @@ class TestDisk:
             assert store.stats().blocks == {"host": 4, "disk": 12}
             assert load(store, pool, range(16)) == 16
 
-    def test_a_restore_says_what_it_took_of_each_tier(self, tmp_path: Path) -> None:
+    def test_a_restore_reports_its_blocks_of_each_tier(self, tmp_path: Path) -> None:
         pool = Pool()
         with tiers(pool, host=4, disk=16, folder=tmp_path) as store:
             save(store, pool, range(4))
@@ -103,7 +103,7 @@ class TestDisk:
             assert isinstance(event, Restored)
             assert [(read.tier, read.num_blocks) for read in event.reads] == [(Tier.DISK, 4), (Tier.HOST, 4)]
 
-    def test_the_next_process_finds_what_the_last_one_left(self, tmp_path: Path) -> None:
+    def test_the_next_process_finds_the_blocks_of_the_last_one(self, tmp_path: Path) -> None:
         pool = Pool()
         with tiers(pool, disk=8, folder=tmp_path) as store:
             save(store, pool, range(8))
@@ -113,7 +113,7 @@ class TestDisk:
             save(store, pool, [8, 9])
         with tiers(pool, disk=8, folder=tmp_path) as store:
             kept = [number for number in range(10) if store.find([name(number)])]
-            assert kept == [0, 1, 2, 3, 4, 5, 8, 9], "the end of the prefix that was used went first"
+            assert kept == [0, 1, 2, 3, 4, 5, 8, 9], "the last blocks of the used prefix must be evicted first"
 
     @pytest.mark.parametrize("num_slots", [4, 20])
     def test_another_size_keeps_what_fits(self, tmp_path: Path, num_slots: int) -> None:
@@ -137,7 +137,7 @@ class TestDisk:
     @pytest.mark.parametrize(
         "difference", [{"model": "other"}, {"dtype": "float16"}, {"version": 99}, {"num_kv_heads": 1}]
     )
-    def test_files_of_another_layout_are_not_read_and_it_is_said(
+    def test_files_of_another_layout_are_not_read_and_a_warning_is_logged(
         self, tmp_path: Path, difference: dict[str, object], caplog: pytest.LogCaptureFixture
     ) -> None:
         with tiers(Pool(), disk=4, folder=tmp_path) as store:
@@ -160,7 +160,7 @@ class TestDisk:
 
 
 class TestOrderlyEnd:
-    def test_what_was_in_memory_is_on_the_disk(self, tmp_path: Path) -> None:
+    def test_blocks_in_memory_are_saved_to_the_disk(self, tmp_path: Path) -> None:
         pool = Pool()
         with tiers(pool, host=8, disk=16, folder=tmp_path) as store:
             save(store, pool, range(6))
@@ -169,7 +169,7 @@ class TestOrderlyEnd:
             assert store.stats().blocks == {"host": 0, "disk": 6}
             assert load(store, pool, range(6)) == 6
 
-    def test_what_was_used_last_is_saved_where_the_disk_holds_less_than_the_memory(self, tmp_path: Path) -> None:
+    def test_the_last_used_blocks_are_saved_if_the_disk_is_smaller_than_memory(self, tmp_path: Path) -> None:
         pool = Pool()
         with tiers(pool, host=6, disk=3, folder=tmp_path) as store:
             for number in range(6):
@@ -178,9 +178,11 @@ class TestOrderlyEnd:
         with tiers(pool, disk=3, folder=tmp_path) as store:
             assert [number for number in range(6) if store.find([name(number)])] == [1, 4, 5]
             save(store, pool, [7])
-            assert [number for number in range(8) if store.find([name(number)])] == [1, 5, 7], "the oldest goes first"
+            assert [number for number in range(8) if store.find([name(number)])] == [1, 5, 7], (
+                "the oldest block must be evicted first"
+            )
 
-    def test_it_takes_no_longer_than_it_may(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_saving_stops_after_its_time_limit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tier_store, "SAVE_S", 0.0)
         pool = Pool()
         with tiers(pool, host=8, disk=16, folder=tmp_path) as store:
@@ -190,7 +192,7 @@ class TestOrderlyEnd:
 
 
 class TestOrderOfUse:
-    def test_survives_a_restart(self, tmp_path: Path) -> None:
+    def test_the_order_of_use_survives_a_restart(self, tmp_path: Path) -> None:
         pool = Pool()
         with tiers(pool, disk=4, folder=tmp_path) as store:
             save(store, pool, range(4))
@@ -200,7 +202,7 @@ class TestOrderOfUse:
             assert [number for number in range(9) if store.find([name(number)])] == [0, 3, 7, 8]
 
     def test_of_several_records_of_a_block_the_newest_counts(self, tmp_path: Path) -> None:
-        """It went, and came again into another slot."""
+        """The block was evicted, and stored again in another slot."""
         region, data = Pool().region.only, memoryview(Pool().content(1))
         files = DiskFiles(tmp_path, region, 3)
         for slot in (0, 2, 1):
@@ -211,7 +213,9 @@ class TestOrderOfUse:
         assert [files.fits(slot, data) for slot in range(3)] == [False, True, False]
         files.close()
 
-    def test_is_written_down_while_the_process_lives(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_order_of_use_is_recorded_while_the_process_lives(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(tier_store, "RECORD_USES_EVERY_S", 0.0)
         pool = Pool()
         with tiers(pool, disk=4, folder=tmp_path / "used") as store:
@@ -221,7 +225,7 @@ class TestOrderOfUse:
             store.touch(names([0]))
             deadline = time.monotonic() + 20
             while index.read_bytes() == before:
-                assert time.monotonic() < deadline, "it was not written down"
+                assert time.monotonic() < deadline, "the use was not recorded"
                 store.poll()
                 time.sleep(0.01)
             shutil.copytree(tmp_path / "used", tmp_path / "killed")
@@ -231,7 +235,7 @@ class TestOrderOfUse:
 
 
 class TestBadBytes:
-    def test_a_slot_with_other_bytes_is_not_restored_and_counted(self, tmp_path: Path) -> None:
+    def test_a_damaged_slot_is_not_restored_and_is_counted(self, tmp_path: Path) -> None:
         pool = Pool()
         with tiers(pool, disk=4, folder=tmp_path) as store:
             save(store, pool, range(4))
@@ -242,12 +246,12 @@ class TestBadBytes:
         with tiers(pool, disk=4, folder=tmp_path) as store:
             assert load(store, pool, range(4)) == 2
             assert store.stats().failures == {"corrupt": 1}
-            assert store.find(names([2])) == 0, "it is forgotten"
+            assert store.find(names([2])) == 0, "the damaged block must be forgotten"
             assert load(store, pool, [3]) == 1
             save(store, pool, [2])
             assert load(store, pool, range(4)) == 4
 
-    def test_a_record_with_other_bytes_counts_as_none(self, tmp_path: Path) -> None:
+    def test_a_damaged_record_is_ignored(self, tmp_path: Path) -> None:
         pool = Pool()
         with tiers(pool, disk=4, folder=tmp_path) as store:
             save(store, pool, range(4))
@@ -268,15 +272,15 @@ class TestBadBytes:
             assert store.stats().blocks == {"host": 1, "disk": 0}
             assert store.stats().failures.keys() == {"disk_read"}
             save(store, pool, [9])
-            assert load(store, pool, [9]) == 1, "memory goes on"
+            assert load(store, pool, [9]) == 1, "the memory tier must go on"
 
     @pytest.mark.slow
-    def test_a_process_killed_while_it_writes_leaves_only_blocks_that_are_right(self, tmp_path: Path) -> None:
+    def test_a_process_killed_while_it_writes_leaves_only_blocks_with_right_content(self, tmp_path: Path) -> None:
         process = subprocess.Popen([*COMMAND, tmp_path, "64", "write"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:
             stored = 0
-            while stored < 200:  # every slot was written several times
+            while stored < 200:  # until every slot was written several times
                 stored = int((said_in(process.stdout.readline()) or [stored])[0])
         finally:
             process.kill()
@@ -285,8 +289,8 @@ class TestBadBytes:
         pool = Pool()
         with tiers(pool, disk=64, folder=tmp_path) as store:
             numbers = [number for number in range(stored + 8) if store.find([name(number)])]
-            good = sum(load(store, pool, [number]) for number in numbers)  # which looks at every byte
-            assert good >= 56, "all but what was being written"
+            good = sum(load(store, pool, [number]) for number in numbers)  # checks every byte
+            assert good >= 56, "all blocks but those being written must be right"
             assert good + store.stats().failures.get("corrupt", 0) == len(numbers)
 
 
@@ -294,13 +298,13 @@ class TestFullDisk:
     @pytest.mark.slow
     def test_a_disk_without_room_means_no_disk_tier_and_is_counted(self, tmp_path: Path) -> None:
         stats, found = run(tmp_path, 16, "full")
-        assert found == 1, "the memory tier works"
+        assert found == 1, "the memory tier must work"
         assert stats.blocks == {"host": 2}
         assert stats.failures == {"disk_full": 1}
 
     @pytest.mark.slow
-    def test_writes_that_fail_later_cost_only_the_blocks(self, tmp_path: Path) -> None:
+    def test_writes_that_fail_later_lose_only_their_blocks(self, tmp_path: Path) -> None:
         stats, found = run(tmp_path, 16, "fills_up")
-        assert found == 1, "what was stored before is there"
+        assert found == 1, "the block that was stored before must be there"
         assert stats.failures["disk_write"] > 0
         assert stats.blocks["disk"] + stats.failures["disk_write"] == 15

@@ -1,13 +1,14 @@
-"""A process with a disk tier, to be killed: `python -m ...tiers.tier_process FOLDER SLOTS WHAT`.
+"""A process with a disk tier, which tests may kill: `python -m ...tiers.tier_process FOLDER SLOTS WHAT`.
 
-write      stores blocks without end, and says how many are stored
-full       may write no file longer than half the tier before it makes one, then says what it has
-fills_up   the same limit comes when the tier is there already
+write      stores blocks without end, and prints how many are stored
+full       has a limit of file sizes of half the tier from the start, and prints its statistics
+fills_up   gets the same limit once the tier exists, and prints its statistics
 
 `python -m ...tiers.tier_process FOLDER SLOTS WHAT ADDRESS` is rank 1 of a group of two whose rank 0 is at ADDRESS:
 
-full       may write no file longer than half its share of the tier
-fills_up   the same limit comes when a line comes in and the tier is there already
+full       has a limit of file sizes of half its share of the tier from the start
+fills_up   gets the same limit once it reads a line
+lives      has no limit
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from baton.kv_transfer.tiers.group import follow_tiers
 
 from ....helpers.tier_memory import BLOCK, Pool, event_of, load, names, save, tiers
 
-SAID = "said: "  # NIXL writes to the same output
+SAID = "said: "  # marks our lines, as NIXL writes to the same output
 
 
 def say(text: str) -> None:
@@ -31,7 +32,7 @@ def say(text: str) -> None:
 
 
 def limit_files(num_bytes: int) -> None:
-    """As on a disk with no more room: longer writes fail. Python ignores the signal that comes with it."""
+    """Make longer writes fail, as on a full disk. Python ignores the signal SIGXFSZ."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 

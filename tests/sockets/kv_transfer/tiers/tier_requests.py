@@ -1,4 +1,4 @@
-"""Requests that share beginnings, and an engine that cannot hold all of them."""
+"""Requests that share prefixes, and arguments of an engine that cannot hold all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tokens = dict[str, list[int]]
 
 
 def a_batch(count: int = 15, max_tokens: int = 20) -> list[EngineRequest]:
-    """Prompts that share beginnings, more than the few blocks can hold."""
+    """Return requests that share prefixes, and need more blocks than the engine has."""
     rng = random.Random(1)
     stems = [[rng.randrange(3, 256) for _ in range(70)] for _ in range(5)]
     return [

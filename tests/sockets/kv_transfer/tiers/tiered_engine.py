@@ -23,7 +23,7 @@ _names = itertools.count(1)
 
 
 class TieredEngine:
-    """An engine whose tiers are opened by `make_store`, with the news of copies that have ended."""
+    """An engine with tiers that `make_store` opens. Its `run` waits for copies when the engine has no other work."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class TieredEngine:
                 tokens[output.request_id] += output.token_ids
                 unfinished -= output.finish_reason is not None
             if not core.has_work() and unfinished:
-                assert self._news.wait(30), "nothing happens any more"
+                assert self._news.wait(30), "no copy has ended, and requests are unfinished"
                 self._news.clear()
         return tokens
 
     def quiet(self) -> TierStats:
-        """When all that can be stored is stored."""
+        """Step until all blocks that can be stored in tiers are. Return the statistics of tiers."""
         while self.engine.core.scheduler.tier_copies.has_stores or self.engine.core.has_work():
             self.engine.core.step()
         stats = self.engine.core.stats()
@@ -79,7 +79,7 @@ class TieredEngine:
 
 @contextlib.contextmanager
 def engine(model: Path, settings: TierSettings | None, **arguments: Any) -> Iterator[TieredEngine]:
-    """An engine with few blocks where it has tiers, otherwise with enough for everything."""
+    """Run an engine, with few blocks if it has tiers, otherwise with enough for everything."""
     num_blocks = FEW_BLOCKS if settings else MANY_BLOCKS
     it = TieredEngine(model, settings, **{"num_gpu_blocks_override": num_blocks, **arguments})
     try:
