@@ -23,7 +23,7 @@ class SilentProxy:
         self._loop = asyncio.new_event_loop()
         self._speaks = asyncio.Event()
         self._pumps: set[asyncio.Task[None]] = set()
-        self._mesh: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []  # pairs: to the client, to the target
+        self._pairs: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []  # pairs: to the client, to the target
         self._left_open: list[asyncio.StreamWriter] = []
         self._waiting: set[asyncio.StreamWriter] = set()  # connections to clients that connected in the silence
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
@@ -40,10 +40,10 @@ class SilentProxy:
         self._loop.call_soon_threadsafe(self._cut)
 
     def _cut(self) -> None:
-        for near, far in self._mesh:
+        for near, far in self._pairs:
             self._left_open.append(far)
             near.transport.abort()
-        self._mesh.clear()
+        self._pairs.clear()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -75,7 +75,7 @@ class SilentProxy:
         await self._speaks.wait()
         self._waiting.discard(writer)
         there, back = await asyncio.open_connection(self._host, self._port)
-        self._mesh.append((writer, back))
+        self._pairs.append((writer, back))
         for source, sink in ((reader, back), (there, writer)):
             pump = self._loop.create_task(self._pump(source, sink))
             self._pumps.add(pump)

@@ -168,7 +168,7 @@ class OneWay(SilentProxy):
     """A proxy that forwards data in one direction only."""
 
     async def _pump(self, source: Any, sink: Any) -> None:
-        if any(sink is near for near, _ in self._mesh):
+        if any(sink is near for near, _ in self._pairs):
             while await source.read(2**16):
                 pass
         else:
