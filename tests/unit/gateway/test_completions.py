@@ -58,7 +58,7 @@ async def test_usage_ends_a_stream_where_asked(service: Service) -> None:
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 3
-    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}  # what a hand-off brought is not cached
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}  # blocks of a hand-off do not count as cached
     assert done == "[DONE]"
 
 
@@ -116,7 +116,7 @@ async def test_a_seed_repeats_an_answer_and_no_seed_does_not(service: Service) -
     assert await text(seed=3) == await text(seed=3)
     assert await text(seed=-(2**63)) == await text(seed=-(2**63)), "OpenAI's seeds may be negative"
     assert await text() != await text()
-    assert await text(seed=-1) != await text(seed=-1), "as in vLLM"
+    assert await text(seed=-1) != await text(seed=-1), "-1 must mean no seed, as in vLLM"
 
 
 async def test_a_stop_string_ends_the_text_before_it_across_token_borders(service: Service) -> None:
@@ -124,7 +124,7 @@ async def test_a_stop_string_ends_the_text_before_it_across_token_borders(servic
     response = await service.complete("hello", max_tokens=40, stop=["zz", "azy do"])
     (choice,) = response.json()["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" there, the l", "stop", "azy do")
-    await service.cluster.settled()  # the engine was told to stop
+    await service.cluster.settled()  # returns only if the engine was told to stop
 
 
 async def test_nothing_of_a_stop_string_is_ever_streamed(service: Service) -> None:
@@ -135,7 +135,7 @@ async def test_nothing_of_a_stop_string_is_ever_streamed(service: Service) -> No
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_the_beginning_of_a_stop_string_is_given_out_when_the_text_ends_with_it(service: Service) -> None:
+async def test_an_incomplete_stop_string_at_the_end_is_part_of_the_text(service: Service) -> None:
     service.script("hello", " the dog")
     response = await service.complete("hello", max_tokens=40, stop=["dogma"])
     assert response.json()["choices"][0]["text"] == " the dog"
@@ -171,7 +171,7 @@ async def test_characters_split_over_tokens_are_never_broken_in_a_stream(service
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-async def test_log_probabilities_tell_the_bytes_of_parts_of_characters(service: Service) -> None:
+async def test_log_probabilities_have_the_bytes_of_partial_characters(service: Service) -> None:
     fox = service.tokenizer.encode("🦊")
     shown = ["".join(f"\\x{byte:02x}" for byte in service.tokenizer.token_bytes(token)) for token in fox]
     scored = (await service.complete("a🦊", max_tokens=1, prompt_logprobs=0)).json()["choices"][0]["prompt_logprobs"]
@@ -245,7 +245,7 @@ async def test_echo_with_logprobs_covers_the_prompt(service: Service) -> None:
 
 
 async def test_an_echoed_prompt_of_special_tokens_alone_is_scored_too(service: Service) -> None:
-    """Nothing of it is text: evaluations count on an entry a token all the same."""
+    """Evaluations need one entry for each token, although the prompt has no visible text."""
     eos = service.tokenizer.eos_token_id
     response = await service.complete([eos, eos, eos], echo=True, logprobs=1, max_tokens=0)
     (choice,) = response.json()["choices"]

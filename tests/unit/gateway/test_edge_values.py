@@ -31,7 +31,7 @@ async def service(start: Callable[..., Service]) -> Service:
 
 
 async def asked(service: Service, path: str, **fields: Any) -> dict[str, Any]:
-    """Return what the engine was asked: its sampling parameters and seed."""
+    """Return the sampling parameters and the seed that the engine got."""
     answer = await service.http.post(path, json={"model": "tiny", **BODIES[path], LIMITS[path]: 2, **fields})
     assert answer.status_code == 200, answer.text
     request = service.cluster.members[0].submitted[-1]
@@ -55,7 +55,7 @@ async def test_a_nucleus_of_nothing_is_the_likeliest_token(service: Service, pat
 async def test_a_negative_seed_means_the_same_everywhere(service: Service, path: str) -> None:
     assert (await asked(service, path, seed=-5))["seed"] == 2**63 - 5
     drawn = [(await asked(service, path, seed=-1))["seed"] for _ in range(3)]
-    assert len(set(drawn)) == 3, "-1 is none, as in vLLM"
+    assert len(set(drawn)) == 3, "-1 must mean no seed, as in vLLM"
 
 
 TURNS: dict[str, tuple[list[dict[str, Any]], str | None]] = {
