@@ -160,7 +160,7 @@ async def test_an_unfinished_call_has_finish_reason_stop(service: Service, famil
         if received.calls and received.calls[-1] != (
             "look",
             "{}",
-        ):  # not gpt-oss's call whose message has no content yet
+        ):  # in gpt-oss a message without content
             check_calls(received, calls)
             reasons.add(received.finish_reason)
     assert "stop" in reasons
