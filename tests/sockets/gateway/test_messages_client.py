@@ -35,7 +35,7 @@ async def scripted(responses: Service) -> Service:
     return responses
 
 
-async def test_a_streamed_message_is_the_whole_one_in_parts(scripted: Service) -> None:
+async def test_a_streamed_message_equals_the_whole_one(scripted: Service) -> None:
     async with client_of(scripted) as client:
         whole = await client.messages.create(**ASKED)
         thought, text = whole.content
@@ -124,7 +124,7 @@ async def test_keys_are_taken_both_ways(start: Callable[..., Service], way: str)
         assert "x-api-key" in str(refused.value)
 
 
-async def test_load_is_told_as_load(start: Callable[..., Service]) -> None:
+async def test_overload_and_large_bodies_have_anthropics_error_types(start: Callable[..., Service]) -> None:
     async with client_of(start(capacity_timeout_s=0.05)) as client:
         with pytest.raises(anthropic.InternalServerError) as overloaded:
             await client.messages.create(**ASKED)

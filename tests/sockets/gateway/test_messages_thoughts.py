@@ -1,4 +1,4 @@
-"""Thoughts in `/v1/messages` that are not to be shown: `thinking.display: "omitted"`."""
+"""Hidden reasoning in `/v1/messages`: `thinking.display: "omitted"`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OMITTED: dict[str, Any] = {"thinking": {"type": "adaptive", "display": "omitted"
 
 
 def told(thought: dict[str, Any]) -> list[dict[str, Any]]:
-    """A conversation whose answer began with this block."""
+    """Return a conversation whose answer begins with this block."""
     return [user(), {"role": "assistant", "content": [thought, {"type": "text", "text": "so"}]}, user("b")]
 
 
@@ -42,7 +42,7 @@ async def test_a_stream_has_the_signature_and_no_thought(responses: Service) -> 
     assert opened_thoughts(thought["signature"]) == THOUGHTS
 
 
-async def test_a_whole_answer_is_what_the_stream_tells(responses: Service) -> None:
+async def test_a_whole_answer_with_omitted_thinking_equals_the_stream(responses: Service) -> None:
     responses.script(HELLO, ANSWER)
     streamed = put_together(stream(await ask(responses, stream=True, **OMITTED)))
     message = whole(await ask(responses, **OMITTED))
