@@ -250,7 +250,7 @@ async def test_a_hidden_page_sends_no_requests(start: Callable[..., Service], ta
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_it_fits_each_width_in_both_themes(start: Callable[..., Service], tab: Tab, theme: str) -> None:
+async def test_the_page_fits_each_width_in_both_themes(start: Callable[..., Service], tab: Tab, theme: str) -> None:
     service = failing(start)
     async with service.over_tcp() as url:
         await tab.look(theme=theme)

@@ -68,7 +68,7 @@ async def test_without_keys_nobody_is_an_operator(start: Callable[..., Service],
         assert await tab.evaluate("document.querySelectorAll('[data-drain]').length") == 0
 
 
-async def test_another_key_takes_the_buttons_away(service: Service, tab: Tab) -> None:
+async def test_a_key_without_the_right_hides_the_buttons(service: Service, tab: Tab) -> None:
     async with opened(service, tab, ADMIN):
         assert await tab.evaluate("document.querySelectorAll('[data-drain]').length") == 3
         assert await tab.text("#key-button") == "Admin key"
@@ -198,7 +198,7 @@ async def test_a_request_is_ended_by_its_id_after_a_confirmation(service: Servic
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_it_fits_each_width_in_both_themes(service: Service, tab: Tab, theme: str) -> None:
+async def test_the_operators_page_fits_each_width_in_both_themes(service: Service, tab: Tab, theme: str) -> None:
     async with opened(service, tab, ADMIN):
         for width in WIDTHS:
             await check_fit(tab, width, theme)

@@ -178,7 +178,7 @@ async def test_a_function_without_parameters_is_called_without_arguments(tools: 
     assert calls_of(choice["message"]) == [("paint", {})]
 
 
-async def test_arguments_of_strict_functions_fit_where_the_model_is_free_to_call(tools: Service) -> None:
+async def test_arguments_of_strict_functions_fit_in_optional_calls(tools: Service) -> None:
     strict = [tool("cut", strict=True), PAINT]
     script(tools, 'Well. <tool_call>\n{"name": "cut", "arguments": {', told="cut paint ", end=False)
     for seed in range(3):

@@ -105,7 +105,7 @@ def test_two_ranks_give_the_output_of_one(
     assert [answer.token_ids for answer in served.answers] == [alone[request.request_id] for request in requests]
 
 
-def test_an_output_may_be_cut(structured_llm: LLM) -> None:
+def test_an_output_may_end_at_max_tokens(structured_llm: LLM) -> None:
     params = msgspec.structs.replace(asking(CASES["json"], GREEDY, structured_llm), max_tokens=3)
     ((output,),) = (answer.outputs for answer in structured_llm.generate([PROMPTS[0]], params, use_tqdm=False))
     assert output.finish_reason == "length"

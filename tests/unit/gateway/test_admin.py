@@ -48,7 +48,7 @@ async def post(service: Service, path: str, body: Any = None, headers: dict[str,
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_only_keys_with_the_right_may_call_them(
+async def test_only_keys_with_the_right_may_call_operator_routes(
     service: Service, start: Callable[..., Service], operator: RecordingOperator, path: str
 ) -> None:
     assert (await post(service, path, ROUTES[path], {})).status_code == 401
@@ -86,7 +86,7 @@ async def test_a_drain_of_any_rank_drains_its_group(service: Service, operator: 
 
 
 @pytest.mark.slow
-async def test_each_key_is_told_whether_it_is_an_operators(service: Service, start: Callable[..., Service]) -> None:
+async def test_server_info_says_if_the_key_is_an_operators(service: Service, start: Callable[..., Service]) -> None:
     for headers, is_admin in ((CLIENT, False), (ADMIN, True)):
         assert (await service.http.get("/server_info", headers=headers)).json()["is_admin"] is is_admin
     assert (await start(Role.UNIFIED).http.get("/server_info")).json()["is_admin"] is False
@@ -101,7 +101,9 @@ async def test_a_trace_is_started_and_stopped(service: Service) -> None:
     assert ended.json() == {"data": [trace]}
 
 
-async def test_without_a_directory_it_says_so(start: Callable[..., Service], keys: Path) -> None:
+async def test_without_a_directory_traces_are_refused_with_the_reason(
+    start: Callable[..., Service], keys: Path
+) -> None:
     service = start(Role.UNIFIED, api_keys_file=str(keys))
     for path in ("/start_profile", "/stop_profile"):
         check_refused(await post(service, path), 503, None, "no_directory")

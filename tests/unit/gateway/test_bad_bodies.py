@@ -141,7 +141,7 @@ async def test_refusals_of_the_token_routes_name_the_field(service: Service, pat
     check_refused(await service.http.post(path, json=body), 400, param)
 
 
-async def test_template_variables_nested_as_deep_as_json_allows_do_no_harm(service: Service) -> None:
+async def test_template_variables_of_the_deepest_allowed_nesting_are_harmless(service: Service) -> None:
     value: Any = 1
     for _ in range(400):
         value = {"a": value}

@@ -225,7 +225,7 @@ async def test_refusals_of_enumerated_values_list_them_as_json(service: Service,
     assert (await service.http.post(CHAT, json=body)).json()["error"]["message"].endswith(said)
 
 
-async def test_streams_are_not_padded_for_those_who_leave_it_out(service: Service) -> None:
+async def test_streams_are_not_padded_by_default(service: Service) -> None:
     options = {"stream": True, "max_tokens": 1, "stream_options": {"include_obfuscation": False}}
     assert (await service.complete("hello", **options)).status_code == 200
     options["stream_options"] = {"include_obfuscation": True}

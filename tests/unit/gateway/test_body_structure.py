@@ -49,7 +49,7 @@ def structure(value: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_counts_are_those_of_the_parsed_text_however_it_is_cut(seed: int) -> None:
+def test_counts_equal_those_of_the_parsed_value_with_any_split(seed: int) -> None:
     chance = random.Random(seed)
     value = any_value(chance)
     text = json.dumps(value, ensure_ascii=chance.random() < 0.5, separators=chance.choice([None, (",", ":")])).encode()

@@ -65,7 +65,7 @@ def test_each_transition_of_the_table_happens(state: CircuitState, event: Circui
     assert circuit.state is TRANSITIONS[state, event]
 
 
-def test_it_stays_closed_below_the_number_of_failures_and_while_most_attempts_succeed(clock: Clock) -> None:
+def test_a_circuit_stays_closed_below_the_number_of_failures_and_while_most_attempts_succeed(clock: Clock) -> None:
     circuit = Circuit(LIMITS, clock)
     for _ in range(10):
         circuit.succeeded()
@@ -198,7 +198,7 @@ async def test_open_circuits_are_ignored_where_no_other_engine_is_left(start: Ca
     await ask(service, 3)
 
 
-async def test_a_pair_that_cannot_hand_over_is_avoided_and_its_engines_serve_with_others(
+async def test_a_failing_pair_is_avoided_and_its_engines_serve_with_others(
     start: Callable[..., Service],
 ) -> None:
     P, D = Role.PREFILL, Role.DECODE

@@ -26,7 +26,7 @@ async def test_sixteen_tokens_are_the_default(service: Service) -> None:
     assert response.json()["choices"][0]["finish_reason"] == "length"
 
 
-async def test_usage_counts_tokens_and_what_came_from_the_cache(service: Service) -> None:
+async def test_usage_counts_tokens_and_cached_tokens(service: Service) -> None:
     prompt = list(range(10, 50))
     first = (await service.complete(prompt, max_tokens=5)).json()["usage"]
     assert first == {
@@ -51,7 +51,7 @@ async def test_a_stream_carries_the_same_text_and_ends_with_done(service: Servic
     assert all("usage" not in chunk for chunk in chunks)
 
 
-async def test_usage_ends_a_stream_where_asked(service: Service) -> None:
+async def test_usage_ends_a_stream_on_request(service: Service) -> None:
     prompt = list(range(10, 50))
     response = await service.complete(prompt, stream=True, max_tokens=3, stream_options={"include_usage": True})
     *chunks, last, done = events(response.text)
@@ -62,7 +62,7 @@ async def test_usage_ends_a_stream_where_asked(service: Service) -> None:
     assert done == "[DONE]"
 
 
-async def test_usage_grows_chunk_by_chunk_where_asked(service: Service) -> None:
+async def test_usage_grows_chunk_by_chunk_on_request(service: Service) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     service.script("hello", " the dog the fox", end=False)
     response = await service.complete("hello", stream=True, max_tokens=4, stream_options=options)
@@ -99,7 +99,7 @@ async def test_choices_of_each_prompt_follow_each_other_and_differ_by_seed(servi
     assert response.json()["usage"]["completion_tokens"] == 48
 
 
-async def test_streamed_choices_are_told_apart_by_their_index(service: Service) -> None:
+async def test_streamed_choices_are_distinguished_by_their_index(service: Service) -> None:
     whole = await service.complete("hello", n=3, seed=7, max_tokens=8)
     response = await service.complete("hello", n=3, seed=7, max_tokens=8, stream=True)
     texts = ["", "", ""]
@@ -127,7 +127,7 @@ async def test_a_stop_string_ends_the_text_before_it_across_token_borders(servic
     await service.cluster.settled()  # returns only if the engine was told to stop
 
 
-async def test_nothing_of_a_stop_string_is_ever_streamed(service: Service) -> None:
+async def test_no_part_of_a_stop_string_is_ever_streamed(service: Service) -> None:
     service.script("hello", " there, the lazy dog sleeps")
     response = await service.complete("hello", max_tokens=40, stop="azy do", stream=True)
     chunks = events(response.text)[:-1]
@@ -224,7 +224,7 @@ async def test_streamed_logprobs_are_those_of_the_whole_answer(service: Service)
     assert streamed == whole
 
 
-async def test_tokens_that_a_stop_string_took_away_have_no_logprobs(service: Service) -> None:
+async def test_tokens_that_a_stop_string_removes_have_no_logprobs(service: Service) -> None:
     service.script("hello", " the dog the fox")
     response = await service.complete("hello", logprobs=0, max_tokens=30, stop=" the fox")
     assert response.json()["choices"][0]["logprobs"]["tokens"] == [" the", " dog"]
@@ -263,7 +263,7 @@ async def test_a_prompt_can_be_scored_without_generating(service: Service) -> No
     assert response.json()["usage"]["completion_tokens"] == 0
 
 
-async def test_prompt_logprobs_come_by_token_id(service: Service) -> None:
+async def test_prompt_logprobs_are_keyed_by_token_id(service: Service) -> None:
     tokens = service.tokenizer.encode("hello world")
     response = await service.complete("hello world", prompt_logprobs=2, max_tokens=2)
     entries = response.json()["choices"][0]["prompt_logprobs"]

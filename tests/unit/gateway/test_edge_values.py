@@ -39,7 +39,7 @@ async def asked(service: Service, path: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_whole_number_is_an_integer_however_it_is_written(service: Service, path: str) -> None:
+async def test_a_whole_number_is_an_integer_in_any_notation(service: Service, path: str) -> None:
     assert (await asked(service, path, **{LIMITS[path]: 3.0}))["max_tokens"] == 3
     assert (await asked(service, path, seed=7.0))["seed"] == 7
     answer = await service.http.post(path, json={"model": "tiny", **BODIES[path], LIMITS[path]: 3.5})
@@ -47,7 +47,7 @@ async def test_a_whole_number_is_an_integer_however_it_is_written(service: Servi
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_nucleus_of_nothing_is_the_likeliest_token(service: Service, path: str) -> None:
+async def test_top_p_may_be_zero(service: Service, path: str) -> None:
     assert (await asked(service, path, top_p=0))["top_p"] == 0.0
 
 

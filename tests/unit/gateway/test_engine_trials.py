@@ -117,7 +117,7 @@ def test_a_trial_is_a_single_request() -> None:
     assert fresh.gateways[0].route(others).placement.engine.rank != SLOW_RANK, "another gateway runs a trial"
 
 
-def test_a_longer_prompt_tries_it_later() -> None:
+def test_a_longer_prompt_tries_a_slow_engine_later() -> None:
     num_tokens = 2000
     for share, is_tried in ((0.9, False), (1.1, True)):
         fleet = begun()
@@ -125,7 +125,7 @@ def test_a_longer_prompt_tries_it_later() -> None:
         assert fleet.ask(num_tokens) is is_tried
 
 
-def test_engines_that_are_alike_or_faster_are_not_tried() -> None:
+def test_engines_of_similar_or_higher_speed_are_not_tried() -> None:
     fleet = begun()
     for fleet.token_s in (1.3 * FAST, FAST / 10):
         fleet.wait(10 * STALE_S)
@@ -217,7 +217,7 @@ def test_trials_of_an_engine_that_stays_slow_cost_no_more_than_the_stated_share(
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 20.0), st.integers(2, 1000)), min_size=1, max_size=200))
-def test_a_slow_engine_is_tried_within_the_stated_time(requests: list[tuple[float, int]]) -> None:
+def test_the_first_trial_of_a_slow_engine_comes_within_the_stated_time(requests: list[tuple[float, int]]) -> None:
     """The first request whose expected loss is below the stated share of the elapsed time is the trial."""
     fleet = begun()
     fleet.token_s, began_s = SLOW, fleet.clock.now_s

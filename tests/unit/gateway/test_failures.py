@@ -99,7 +99,7 @@ async def test_a_leaving_engine_is_asked_once_and_the_request_waits_for_another(
     assert len(leaving.submitted) == 1
 
 
-async def test_a_stream_that_nobody_can_continue_ends_with_an_error_and_no_done(
+async def test_a_stream_that_no_engine_can_continue_ends_with_an_error_and_no_done(
     start: Callable[..., Service],
 ) -> None:
     service = start(Role.UNIFIED, capacity_timeout_s=0.1)
@@ -244,7 +244,7 @@ async def test_a_request_that_kills_engines_does_not_kill_them_all(start: Callab
     assert sum(engine.alive for engine in service.cluster.members) == 3
 
 
-async def test_without_prefill_engines_a_decode_engine_prefills_what_is_not_too_long(
+async def test_without_prefill_engines_a_decode_engine_prefills_short_prompts(
     start: Callable[..., Service],
 ) -> None:
     service = start(Role.DECODE, local_prefill_max_tokens=40, capacity_timeout_s=0.1)
@@ -260,7 +260,7 @@ async def test_engines_whose_kv_differs_are_not_paired(start: Callable[..., Serv
     assert response.headers["x-baton-path"].startswith("local-prefill")
 
 
-async def test_prompt_logprobs_survive_a_retry_and_come_once(start: Callable[..., Service]) -> None:
+async def test_prompt_logprobs_survive_a_retry_and_are_returned_once(start: Callable[..., Service]) -> None:
     service = start(Role.PREFILL, Role.PREFILL, Role.DECODE)
     service.cluster.wire.lose = 1
     response = await service.complete(PROMPT, **FIELDS, prompt_logprobs=1)

@@ -152,7 +152,7 @@ FAULTS: dict[str, tuple[str, JsonPath | None, str]] = {
 
 
 @pytest.mark.parametrize(("text", "place", "message"), FAULTS.values(), ids=FAULTS)
-def test_faults_are_found_where_they_are(text: str, place: JsonPath | None, message: str) -> None:
+def test_faults_are_reported_with_their_path(text: str, place: JsonPath | None, message: str) -> None:
     fault = first_json_fault(text.encode(), json.loads(text))
     if place is None:
         assert fault is None

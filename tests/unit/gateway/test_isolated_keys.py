@@ -52,7 +52,7 @@ async def test_keys_share_prefixes_unless_they_are_isolated(start: Callable[...,
     assert [await cached(service, key) for key in KEYS] == [0, 96]
 
 
-async def test_it_holds_at_every_gateway(start: Callable[..., Service]) -> None:
+async def test_every_gateway_isolates_a_key_in_the_same_way(start: Callable[..., Service]) -> None:
     """Every gateway derives the same isolation from a key."""
     salts = []
     for _ in range(2):

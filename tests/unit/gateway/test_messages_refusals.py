@@ -245,7 +245,7 @@ async def test_other_routes_keep_openais_shape(service: Service) -> None:
         ({}, 401),
     ],
 )
-async def test_keys_are_taken_from_either_header(
+async def test_keys_are_read_from_either_header(
     start: Callable[..., Service], given: dict[str, str], status: int
 ) -> None:
     service = start(Role.UNIFIED, api_keys=["right"])

@@ -136,7 +136,7 @@ async def test_each_key_is_accepted(start: Callable[..., Service]) -> None:
         assert response.status_code == 200
 
 
-async def test_metrics_count_what_happened(disaggregated: Service) -> None:
+async def test_metrics_count_requests_and_tokens(disaggregated: Service) -> None:
     service = disaggregated
     await service.complete([5] * 20, max_tokens=4, ignore_eos=True)
     await service.complete([6] * 20, max_tokens=4, ignore_eos=True, stream=True)

@@ -85,7 +85,7 @@ async def test_accepted_and_rejected_are_the_drafts_that_engines_have_checked(gu
     }, "every draft came from the prediction"
 
 
-async def test_a_stream_tells_the_same_usage(guessing: Service) -> None:
+async def test_a_stream_has_the_same_usage(guessing: Service) -> None:
     whole = await usage_of(guessing, **predicted(ANSWER))
     for options in ({}, {"continuous_usage_stats": True}, {"resumable": True}):
         fields = {**predicted(ANSWER), "stream": True, "stream_options": {"include_usage": True, **options}}
@@ -133,7 +133,7 @@ async def test_engines_without_drafts_accept_a_prediction(service: Service) -> N
     assert set(answer["baton_timeline"][0]) == {"latency_s", "parts"}
 
 
-async def test_a_prediction_goes_to_the_engine_that_decodes(start: Callable[..., Service]) -> None:
+async def test_a_prediction_is_sent_to_the_engine_that_decodes(start: Callable[..., Service]) -> None:
     service = start(Role.PREFILL, Role.DECODE, new_drafter=suffix)
     service.script_chat("hello", ANSWER)
     await usage_of(service, **predicted(ANSWER))
@@ -185,7 +185,7 @@ async def test_null_is_no_prediction(service: Service) -> None:
 
 
 @pytest.mark.slow
-async def test_a_long_body_is_read_in_a_process_of_its_own(guessing: Service) -> None:
+async def test_a_large_body_with_a_prediction_is_read_in_another_process(guessing: Service) -> None:
     messages = [{"role": "user", "content": "hello"}]
     body = json.dumps({"model": "tiny", "messages": messages, **predicted(ANSWER)})
     headers = {"content-type": "application/json"}

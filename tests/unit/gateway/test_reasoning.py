@@ -33,7 +33,7 @@ async def thinking(
     return start(Role.PREFILL, Role.DECODE, served=replace(model, tokenizer=thinker), grammars=grammars)
 
 
-async def test_thoughts_and_answer_are_two_fields(thinking: Service) -> None:
+async def test_reasoning_and_content_are_two_fields(thinking: Service) -> None:
     thinking.script(PROMPT, ANSWER)
     (choice,) = (await thinking.chat("who sleeps?")).json()["choices"]
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("the fox?", "the dog")
@@ -86,7 +86,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("asked", "answer"), SHAPES.values(), ids=SHAPES)
-async def test_a_model_may_think_before_an_answer_that_must_fit(
+async def test_a_model_may_reason_before_a_structured_output(
     thinking: Service, asked: dict[str, Any], answer: str
 ) -> None:
     """Only the grammar makes the answer fit: after its reasoning the model writes random tokens."""
@@ -137,7 +137,7 @@ async def test_a_required_call_may_follow_reasoning(
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {})
 
 
-async def test_an_answer_can_be_sent_back_with_its_thoughts(thinking: Service) -> None:
+async def test_an_answer_can_be_sent_back_with_its_reasoning(thinking: Service) -> None:
     thinking.script(PROMPT, ANSWER)
     (choice,) = (await thinking.chat("who sleeps?")).json()["choices"]
     messages = [{"role": "user", "content": "who sleeps?"}, choice["message"], {"role": "user", "content": "why?"}]
@@ -145,7 +145,7 @@ async def test_an_answer_can_be_sent_back_with_its_thoughts(thinking: Service) -
     assert (await thinking.http.post("/v1/chat/completions", json=body)).status_code == 200
 
 
-async def test_thoughts_are_read_by_either_name_and_must_be_equal_by_both(
+async def test_reasoning_is_read_from_either_field_and_both_must_be_equal(
     start: Callable[..., Service], thinker: ServedModel
 ) -> None:
     service = start(Role.UNIFIED, served=thinker)

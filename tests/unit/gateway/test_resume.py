@@ -66,7 +66,7 @@ def by_choice(events: list[Event]) -> list[Any]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 @pytest.mark.parametrize("roles", [[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
-async def test_the_events_behind_each_event_come_from_another_gateway(
+async def test_another_gateway_sends_the_events_after_any_event(
     start: Callable[..., Service], roles: list[Role], asked: dict[str, Any]
 ) -> None:
     body = {"prompt": PROMPT, **LENGTH, **STREAM, **asked}
@@ -107,7 +107,7 @@ async def test_tokens_that_differ_from_those_sent_are_a_conflict_before_the_firs
     await second.cluster.settled()
 
 
-async def test_events_have_ids_only_where_they_are_asked_for(start: Callable[..., Service]) -> None:
+async def test_events_have_ids_only_on_request(start: Callable[..., Service]) -> None:
     plain = await start(Role.UNIFIED).complete(PROMPT, **LENGTH, stream=True)
     assert {event.id for event in events_of(plain)} == {None}
 
@@ -137,7 +137,7 @@ async def test_an_event_id_of_no_position_of_this_request_is_refused(
     assert (answer.status_code, error["code"], error["param"]) == (400, code, "last-event-id")
 
 
-def test_an_output_is_cut_into_its_tokens() -> None:
+def test_an_output_is_split_into_its_tokens() -> None:
     def output(tokens: list[int], **fields: Any) -> EngineOutput:
         logprobs = Logprobs.pack([TokenLogprobs([token], [-1.0], 1) for token in tokens])
         return EngineOutput(request_id="", token_ids=tokens, logprobs=logprobs, **fields)

@@ -56,7 +56,7 @@ def test_the_budget_is_a_share_of_the_requests_that_began_or_run() -> None:
     assert budget.left == 3
 
 
-def test_spent_attempts_come_back_after_the_window() -> None:
+def test_spent_attempts_are_restored_after_the_window() -> None:
     clock = Clock()
     budget = RetryBudget(0.0, 2, clock)
     budget.spend()

@@ -151,7 +151,7 @@ async def test_each_failure_can_lead_to_each_of_its_rungs(
         assert samples[f'baton_request_retries_total{{reason="{failure}"}}'] == 1
 
 
-async def test_a_decode_engine_with_a_queue_is_not_asked_to_recompute_where_a_unified_one_is(
+async def test_a_busy_decode_engine_does_not_recompute_if_there_is_a_unified_engine(
     start: Callable[..., Service], expected: str
 ) -> None:
     service = start(P)

@@ -38,7 +38,7 @@ async def test_an_engine_that_answers_out_of_turn_fails_the_request_and_not_the_
         await check_nothing_is_left(scene, has_offer=False)
 
 
-async def test_a_reader_is_told_although_the_client_does_not_ask_for_more() -> None:
+async def test_a_decode_engine_is_chosen_even_if_the_client_does_not_read_on() -> None:
     scene = Scene(PREFILL, DECODE)
     await scene.read()
     await scene.say(HANDOFF)
@@ -57,7 +57,7 @@ async def test_without_a_reader_another_engine_is_chosen_before_the_first_token_
     await scene.close()
 
 
-async def test_an_early_reader_goes_on_only_with_the_kv_that_it_fetches() -> None:
+async def test_an_early_attempt_continues_only_with_the_kv_that_it_reads() -> None:
     scene = await prefilling(E.HANDED_OFF)
     scene.client.views = [PREFILL, DECODE]
     await scene.say(HANDOFF)

@@ -80,7 +80,7 @@ async def test_work_is_cancelled_and_cleaned_up_when_the_client_leaves() -> None
     assert cleaned.is_set()
 
 
-async def test_a_timeout_around_it_is_not_taken_for_a_client_that_left() -> None:
+async def test_a_timeout_is_not_mistaken_for_a_disconnect() -> None:
     async def receive() -> dict[str, str]:
         await asyncio.sleep(60)
         return {}

@@ -128,7 +128,7 @@ def test_without_keys_the_notes_say_that_everyone_may_call() -> None:
         ({"enabled": False}, None),
     ],
 )
-def test_ray_asks_for_a_token_unless_told_otherwise(auth: Object, options: Object | None) -> None:
+def test_ray_requires_a_token_by_default(auth: Object, options: Object | None) -> None:
     assert rendered("cpu-demo", rayAuth=auth).cluster.get("authOptions") == options
 
 

@@ -103,7 +103,7 @@ def test_pods_ask_kubernetes_for_the_gpus_that_they_offer_to_ray(name: str) -> N
 
 
 @every_example
-def test_gateways_have_their_ports_where_their_ranks_are(name: str) -> None:
+def test_pods_have_the_ports_of_their_gateways(name: str) -> None:
     """Ports follow the placement of gateways: one in a pod, or one for each rank that leads a group."""
     spec = spec_of(name)
     for kind, group in example(name).groups.items():
