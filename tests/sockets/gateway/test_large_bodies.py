@@ -298,7 +298,7 @@ async def test_the_smallest_waiting_body_is_next_and_large_ones_leave_a_process_
     assert await queue.take(heavy) == 1
     waiting = {size: asyncio.create_task(queue.take(size)) for size in (heavy + 1, 500, 300)}
     await asyncio.sleep(0)
-    assert queue.num_waiting == 2  # the first small body that came has the remaining process
+    assert queue.num_waiting == 2  # the small body that arrived first has the remaining process
     assert await waiting[500] == 0
     queue.put_back(0, 500)
     assert await waiting[300] == 0

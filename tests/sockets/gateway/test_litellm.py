@@ -11,7 +11,7 @@ import pytest
 from ...helpers.gateway_service import Service
 from ...helpers.reasoning_model import CUT, HELLO, SIZE
 
-pytestmark = pytest.mark.slow  # its import takes seconds
+pytestmark = pytest.mark.slow  # importing LiteLLM takes seconds
 
 ANSWER = "the 🦊 sleeps, and the lazy dog jumps over it"
 ASKED: Any = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "api_key": "none"}

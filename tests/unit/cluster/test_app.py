@@ -144,7 +144,7 @@ SETTINGS = sorted(GatewaySpec.model_fields.keys() - {"gateway_id"})
 
 
 def versions(parts: dict[str, serve.Deployment], args: dict[str, Any], *given: Any) -> dict[str, DeploymentVersion]:
-    """Return the version that Serve gives each deployment of an application in a Serve config file."""
+    """Return Serve's version of each deployment of an application in a Serve config file."""
     file = {"import_path": "baton.cluster.app:build_app", "args": args, "deployments": list(given)}
     config = ServeApplicationSchema.model_validate(file)
     infos = {

@@ -1,4 +1,4 @@
-"""Routes for operators: who may call them, what they do, and what they refuse."""
+"""Routes for operators: required rights, effects, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that answer out of turn, and decode attempts that are told to begin or are replaced."""
+"""Engines that answer out of turn, and decode attempts that begin early or are replaced."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ async def test_an_early_attempt_continues_only_with_the_kv_that_it_reads() -> No
     assert scene.log[-4:] == ["close attempt", "close early", "deliver", "submit reader"]
     early, reader = scene.client.requests[-2:]
     assert (early.kv_source, reader.kv_source) == (NEW_KV, KV)
-    assert reader.generation == early.generation + 1, (
-        "a late output of the early attempt must be told from the new one's"
-    )
+    assert reader.generation == early.generation + 1, "a late output of the early attempt must have another generation"
     await scene.close()
 
 

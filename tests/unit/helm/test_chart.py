@@ -115,7 +115,7 @@ def test_gateways_read_their_keys_where_the_secret_is_mounted(own: str) -> None:
     assert file == Path(mount["mountPath"]) / volume["secret"]["items"][0]["path"]
 
 
-def test_without_keys_the_notes_say_that_everyone_may_call() -> None:
+def test_without_keys_the_notes_warn_that_every_client_may_call() -> None:
     assert "Everyone who reaches the gateways may use them" in example("cpu-demo").notes
     assert "Everyone" not in example("one-gpu").notes
 
