@@ -37,7 +37,7 @@ def whole(answer: httpx.Response) -> dict[str, Any]:
 
 
 def stream(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events, which are of the official client's types and in the official order."""
+    """Return the events, after checking that they have the official client's types and the official order."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.text.endswith("\n\n")
@@ -52,7 +52,7 @@ def stream(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def names(events: list[dict[str, Any]]) -> list[str]:
-    """The events' types and those of deltas; deltas that follow each other once."""
+    """Return the types of events and of deltas; consecutive equal deltas appear once."""
     found: list[str] = []
     for event in events:
         name = event["delta"]["type"] if event["type"] == "content_block_delta" else event["type"]
@@ -62,7 +62,7 @@ def names(events: list[dict[str, Any]]) -> list[str]:
 
 
 def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of a stream."""
+    """Return the message that a client assembles from a stream."""
     message = dict(events[0]["message"])
     blocks: list[dict[str, Any]] = []
     for event in events[1:]:

@@ -1,5 +1,5 @@
-"""Requests of one client that cost a gateway much and are legal enough to arrive: bodies of up to 16 MiB, and small
-ones whose answers are large.
+"""Expensive requests that a gateway accepts far enough to read them: bodies of up to 16 MiB, and small bodies with
+large answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def attacks(size: int = BODY_BYTES) -> dict[str, tuple[str, bytes]]:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a":[%s[]]}'}}
     calls = json.dumps({"model": "tiny", "messages": [{"role": "assistant", "tool_calls": [call]}]}).encode()
     keys = b",".join(b'"%d":1' % number for number in range(size // 14))
-    few = min(size, 2 * MIB)  # as many values as one body may hold
+    few = min(size, 2 * MIB)  # within the limit of values in one body
     long = model + b'"prompt":[' + _filled(b"7", 2 * 30_000) + b"]"
     shorter = model + b'"prompt":[' + _filled(b"7", 2 * 12_000) + b"]"
     answer = b',"max_tokens":150,"ignore_eos":true,"n":16'

@@ -1,4 +1,4 @@
-"""Measure what attacks by bodies cost others: gaps between tokens, times of /live, alone and under each attack.
+"""Measure how attacks by bodies delay other clients: gaps between tokens and latency of /live, with each and without.
 
 python -m tests.sockets.gateway.attack_latency [SECONDS [NAME]]
 
@@ -96,7 +96,7 @@ class Clients:
             try:
                 await writer.drain()
                 await reader.read()
-            except ConnectionError:  # refused before the body's end
+            except ConnectionError:  # the gateway refused the body before its end
                 pass
             finally:
                 self.measured.num_attacks += 1

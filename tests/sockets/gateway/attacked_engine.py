@@ -1,10 +1,10 @@
-"""The engine of an attacked gateway, as a process of its own: what it costs is not the gateway's.
+"""The engine of an attacked gateway, in a separate process, so that its CPU time and memory are not the gateway's.
 
 python -m tests.sockets.gateway.attacked_engine KEY CONFIG STEP_S
 
 Prints its address, and serves until its input ends. CONFIG is JSON.
 
-Its core, socket and messages are real. Its model takes no time: a step lasts STEP_S, whatever is in it.
+Its core, socket and messages are real. Its model takes no time: every step lasts STEP_S.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_POSITIONS = 40_000
 
 
 class QuickRunner:
-    """A `Runner` whose tokens and log probabilities are ready before they are asked for."""
+    """A `Runner` that returns precomputed tokens and log probabilities."""
 
     def __init__(self, vocab_size: int) -> None:
         self._rows: dict[int, RowStart] = {}
@@ -64,7 +64,7 @@ class QuickRunner:
         return self._ready[width]
 
     def make_ready(self) -> None:
-        """Make the log probabilities of all widths that the attacks ask for."""
+        """Compute the log probabilities for all widths that the attacks request."""
         for num_top in (0, 1, 5, MAX_LOGPROBS):
             self._logprobs(num_top)
 
@@ -78,7 +78,7 @@ class FinishedStep:
 
 
 class SteadyEngine(EngineCore):
-    """An engine whose steps last equally long."""
+    """An engine whose steps all take the same time."""
 
     step_s = 0.0
 

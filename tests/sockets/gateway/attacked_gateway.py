@@ -1,8 +1,8 @@
-"""One gateway over an engine without a model, each a process: what attacks on the gateway cost is read from /proc.
+"""A gateway and an engine without a model, each in its own process. The gateway's memory is read from /proc.
 
 python -m tests.sockets.gateway.attacked_gateway PORT STEP_S SETTINGS
 
-serves until it is terminated; SETTINGS is JSON, and a step of the engine lasts STEP_S.
+runs until it is terminated; SETTINGS is JSON, and a step of the engine lasts STEP_S.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from ... import ROOT
 from ...helpers.tiny_model import tiny_model, tiny_tokenizer
 from . import attacked_engine
 
-MAX_MODEL_LEN = 40_000  # of a model with room for large prompts
+MAX_MODEL_LEN = 40_000  # allows large prompts
 MAX_NUM_SEQS = 64
 STEP_S = 0.01
 
 
 class AttackedGateway:
-    """The process, from outside."""
+    """The gateway's process, observed from outside."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self.process, self.port = process, port
         self.url = f"http://127.0.0.1:{port}"
 
     def tree(self) -> list[int]:
-        """Return the process and those that read bodies for it."""
+        """Return the ids of the process and of its body readers."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [self.process.pid, *(pid for pid in map(int, children.split()) if not _is_engine(pid))]
 
     def memory_mib(self, kind: str) -> dict[int, float]:
-        """Return `VmRSS` or `VmHWM` of the process and its children."""
+        """Return `VmRSS` or `VmHWM` of each of these processes, by process id."""
         sizes = {}
         for pid in self.tree():
             status = Path(f"/proc/{pid}/status").read_text()
@@ -61,7 +61,7 @@ class AttackedGateway:
         return sizes
 
     def files_mib(self) -> float:
-        """Return the size of all files in memory that the process has open."""
+        """Return the size of all open in-memory files of the process."""
         files = Path(f"/proc/{self.process.pid}/fd").iterdir()
         total = 0
         for file in files:
@@ -73,7 +73,7 @@ class AttackedGateway:
 
 @contextlib.contextmanager
 def attacked_gateway(*, step_s: float = STEP_S, **settings: object) -> Iterator[AttackedGateway]:
-    """A process that serves, ended at the end."""
+    """Start a gateway process, wait until it serves, and end it on exit."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", __name__, str(port), str(step_s), json.dumps(settings)]
@@ -86,8 +86,8 @@ def attacked_gateway(*, step_s: float = STEP_S, **settings: object) -> Iterator[
                 httpx.get(f"{gateway.url}/live", timeout=5).raise_for_status()
                 break
             except httpx.HTTPError:
-                assert process.poll() is None, "the gateway has ended"
-                assert time.monotonic() < deadline_s, "the gateway does not serve"
+                assert process.poll() is None, "the gateway's process has ended"
+                assert time.monotonic() < deadline_s, "the gateway did not start in time"
                 time.sleep(0.1)
         yield gateway
     finally:
@@ -117,7 +117,7 @@ class OneEngine:
 
 @contextlib.contextmanager
 def _engine(key: ClusterKey, model: ServedModel, step_s: float) -> Iterator[EngineRecord]:
-    """An engine in a process of its own, ended at the end."""
+    """Start an engine process, and end it on exit."""
     limits = {"num_blocks": 16_384, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192}
     of_model = {"max_model_len": model.max_model_len, "vocab_size": model.vocab_size}
     config = {**limits, **of_model, "eos_token_ids": list(model.eos_token_ids)}
@@ -141,7 +141,7 @@ def _engine(key: ClusterKey, model: ServedModel, step_s: float) -> Iterator[Engi
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=limits["max_num_batched_tokens"],
             num_blocks=limits["num_blocks"],
-        )  # its input ends with this block, and with it the process
+        )  # leaving this block closes its input, which ends the process
 
 
 async def _serve(port: int, step_s: float, settings: dict[str, object]) -> None:

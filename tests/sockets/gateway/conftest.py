@@ -1,4 +1,4 @@
-"""The gateway's fixtures, whose tests here open sockets."""
+"""Fixtures for tests of the gateway that open sockets."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,7 +26,7 @@ __all__ = [
 
 @pytest.fixture
 async def tab(tmp_path: Path) -> AsyncIterator[Tab]:
-    """A page of a browser, for the page at `/`."""
+    """A browser tab, for the page at `/`."""
     async with chromium(tmp_path / "chromium") as tab:
         await tab.look(width=WIDTHS[0])
         yield tab

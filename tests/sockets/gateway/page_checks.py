@@ -1,11 +1,11 @@
-"""Checks of how the page at `/` looks."""
+"""Checks of the layout of the page at `/`."""
 
 from __future__ import annotations
 
 from ...helpers.chromium import Tab
 
-WIDTHS = (1440, 820, 390)  # of a desk, a tablet and a telephone
-CUT = {  # elements -> a function that tells whether one of them does not fit into its place
+WIDTHS = (1440, 820, 390)  # desktop, tablet and phone
+CUT = {  # elements -> a function that tells if one of them overflows its box
     ".tile dt, .tile .note": "(e) => e.scrollWidth > e.clientWidth",
     ".panel td": "(e) => e.scrollWidth > e.clientWidth + 1",
     ".panel table": "(e) => e.getBoundingClientRect().right > e.closest('.panel').getBoundingClientRect().right",
@@ -13,7 +13,7 @@ CUT = {  # elements -> a function that tells whether one of them does not fit in
 
 
 async def check_fit(tab: Tab, width: int, theme: str) -> None:
-    """Fail if anything of either view is wider than its place in a window of this width."""
+    """Fail if any element of either view overflows in a window of this width."""
     await tab.look(width=width, theme=theme)
     for view in ("fleet", "playground"):
         await tab.evaluate(f"document.querySelector('[data-show={view}]').click()")

@@ -1,9 +1,9 @@
-"""Measure what open pages cost a gateway: processor time of its process with so many windows of Chromium, and without.
+"""Measure the CPU time that open pages cost a gateway: with PAGES windows of Chromium, and without.
 
 python -m tests.sockets.gateway.page_cost URL [PAGES [SECONDS]]
 
-The gateway runs on this machine and has nothing else to do. Prints shares of one core, in percent: without pages, with
-them, and without them again, each over SECONDS, and how often the pages asked.
+The gateway must run on this machine and be idle. Prints the use of one core, in percent: without pages, with them, and
+without them again, each over SECONDS, and the number of requests of the pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ASKED = re.compile(
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor time of a process, in seconds: fields 14 and 15 of proc_pid_stat(5)."""
+    """Return the CPU time of a process, in seconds: fields 14 and 15 of proc_pid_stat(5)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

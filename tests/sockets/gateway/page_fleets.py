@@ -1,4 +1,4 @@
-"""Fleets for the page at `/`: what its tests, and its pictures, show."""
+"""Fleets that the tests and the screenshots of the page at `/` show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...helpers.gateway_service import Service
 
 ROLES = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
 STEP_S = 0.02
-PAUSE_S = 0.05  # of a client between its requests
+PAUSE_S = 0.05  # between two requests of a client
 LONG = "the fox and the dog " * 6
 
 
@@ -54,7 +54,7 @@ def pair(service: Service, *, slow: bool = False) -> None:
 
 @asynccontextmanager
 async def load(service: Service, clients: int = 12, *, tokens: int = 40) -> AsyncIterator[None]:
-    """Keep so many requests under way."""
+    """Keep so many requests running."""
     for engine in service.cluster.members:
         engine.step_s = STEP_S
 
@@ -84,7 +84,7 @@ def busy(start: Callable[..., Service]) -> Service:
 
 
 def failing(start: Callable[..., Service]) -> Service:
-    """Start a fleet that has lost one decode engine, whose other one refuses every second request, by a slow lane."""
+    """Start a fleet with a dead decode engine and one on a slow lane that refuses every second request."""
     service = start(*ROLES, max_attempts=1)
     list_gateway(service)
     pair(service, slow=True)

@@ -11,7 +11,7 @@ import httpx
 from openai.types import responses as types
 from pydantic import BaseModel
 
-# What OpenAI's servers send and their client's types leave out, and what is ours.
+# Fields that OpenAI's servers send without a type in their client, and Baton's own fields.
 BESIDE_THE_TYPES = {("Response", name) for name in ("store", "presence_penalty", "frequency_penalty", "baton_timeline")}
 EVENTS: dict[str, type[BaseModel]] = {
     typing.get_args(member.model_fields["type"].annotation)[0]: member
@@ -21,7 +21,7 @@ ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 
 def check_type(kind: type[BaseModel], data: Any) -> None:
-    """Nothing is missing, nothing is converted, and nothing is there that the types do not know."""
+    """Check that no field is missing, none needs a conversion, and none is unknown to the types."""
     value = kind.model_validate(data, strict=True)
     assert set(_unknown(value)) <= BESIDE_THE_TYPES
 
@@ -42,7 +42,7 @@ def whole(answer: httpx.Response) -> dict[str, Any]:
 
 
 def stream(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events, which are what they should be one by one and together."""
+    """Return the events, after checking each of them and their sequence."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = [payload for _, payload in blocks(answer.text)]
@@ -51,7 +51,7 @@ def stream(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def blocks(body: str) -> list[tuple[str | None, dict[str, Any]]]:
-    """Each event's id, and its payload."""
+    """Return the id and the payload of each event."""
     assert body.endswith("\n\n")
     found = []
     for block in body.split("\n\n")[:-1]:
@@ -79,7 +79,7 @@ def check_stream(events: list[dict[str, Any]]) -> None:
 
 
 def _check_item(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """One item's events, from its first to its last. Returns it as it is in the end."""
+    """Check one item's events from first to last. Returns the finished item."""
     if not events:
         return None
     added, *middle, done = events
@@ -112,7 +112,7 @@ def _joined(deltas: list[dict[str, Any]], kind: str) -> str:
 
 
 def names(events: list[dict[str, Any]]) -> list[str]:
-    """The events' types, without their common beginning; deltas that follow each other once."""
+    """Return the types of events without their common prefix; consecutive equal deltas appear once."""
     found: list[str] = []
     for event in events:
         name = event["type"].removeprefix("response.")

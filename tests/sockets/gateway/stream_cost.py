@@ -1,9 +1,9 @@
-"""Measure what streams cost a gateway: processor time of its process for each token, of an engine that is faster.
+"""Measure the CPU time that a gateway needs for each streamed token, with an engine that is faster than the gateway.
 
 python -m tests.sockets.gateway.stream_cost [STREAMS [SECONDS [STEP_MS]]]
 
-An engine without a model draws a token for each stream every STEP_MS; the gateway and this client may keep up or not.
-Prints tokens and events a second, and the gateway's processor time for each, over SECONDS.
+An engine without a model emits a token for each stream every STEP_MS; the gateway and this client need not keep up.
+Prints tokens and events a second, and the gateway's CPU time for each, over SECONDS.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import aiohttp
 from .attacked_gateway import attacked_gateway
 from .page_cost import cpu_s
 
-TOKENS = 400  # of an answer
+TOKENS = 400  # in an answer
 SETTLE_S = 3.0
 
 
 class Reader:
-    """Reads streams one after the other, and counts what comes."""
+    """A client that reads streams one after the other, and counts tokens and events."""
 
     def __init__(self) -> None:
         self.num_events = self.num_answers = 0

@@ -1,4 +1,4 @@
-"""One client's bodies hold nobody up, and take no more memory than they may: measured from outside, on a process."""
+"""Expensive bodies of one client neither delay other clients nor exceed the memory limit of a gateway process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from .attack_bodies import CHAT, MIB, attacks
 from .attacked_gateway import AttackedGateway, attacked_gateway
 
-SILENT_S = 4.0  # far more than a busy machine takes, and less than half of what these bodies once took the event loop
-LARGEST_ANSWER_BYTES = 20 * MIB  # the most log probabilities that one prompt may have
+SILENT_S = 4.0  # far more than on a busy machine; these bodies once blocked the event loop for more than twice as long
+LARGEST_ANSWER_BYTES = 20 * MIB  # an answer with the largest number of log probabilities
 NAMES = list(attacks(1024))
 
 Attacks = dict[str, tuple[str, bytes]]
@@ -24,7 +24,7 @@ Attacks = dict[str, tuple[str, bytes]]
 
 @pytest.fixture(scope="module")
 def bodies() -> Attacks:
-    """200 MB, which are not to lie in each process that only collects these tests."""
+    """The bodies, 200 MB in all: a fixture, so that processes that only collect tests do not hold them."""
     return attacks()
 
 
@@ -37,7 +37,7 @@ def gateway() -> Iterator[AttackedGateway]:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_gateway_answers_others_while_it_refuses_one(
+async def test_a_gateway_answers_other_clients_during_an_attack(
     gateway: AttackedGateway, bodies: Attacks, name: str
 ) -> None:
     route, body = bodies[name]
@@ -57,8 +57,8 @@ async def test_a_gateway_answers_others_while_it_refuses_one(
 
 
 @pytest.mark.slow
-def test_uploads_that_do_not_end_hold_no_more_than_they_may() -> None:
-    """40 of 15 MiB once took 617 MB. Small requests are served beside them."""
+def test_unfinished_uploads_stay_within_the_memory_limit() -> None:
+    """40 uploads of 15 MiB once took 617 MB. Small requests must still be served."""
     with attacked_gateway(request_memory_bytes=128 * MIB) as gateway:
         before = sum(gateway.memory_mib("VmHWM").values())
         head = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -66,9 +66,9 @@ def test_uploads_that_do_not_end_hold_no_more_than_they_may() -> None:
         uploads = []
         for _ in range(40):
             uploads.append(socket.create_connection(("127.0.0.1", gateway.port), timeout=60))
-            with contextlib.suppress(OSError):  # refused, and closed
+            with contextlib.suppress(OSError):  # the gateway has refused it and closed the connection
                 uploads[-1].sendall(part)
-        _wait_for_refusals(uploads, 38)  # two of 14 MiB are within the 32 MiB for large bodies
+        _wait_for_refusals(uploads, 38)  # two of them fit into the 32 MiB for large bodies
         assert gateway.files_mib() <= 32
         with httpx.Client(base_url=gateway.url, timeout=30) as http:
             answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 1})
@@ -80,7 +80,7 @@ def test_uploads_that_do_not_end_hold_no_more_than_they_may() -> None:
 
 
 def _wait_for_refusals(uploads: list[socket.socket], count: int) -> None:
-    """Each is 503, with the time after which to try again."""
+    """Wait for so many answers, and check that each is a 503 with a `Retry-After`."""
     waiting = list(uploads)
     while len(uploads) - len(waiting) < count:
         answered, _, _ = select.select(waiting, [], [], 60)
@@ -94,11 +94,13 @@ def _wait_for_refusals(uploads: list[socket.socket], count: int) -> None:
 
 @pytest.mark.slow
 async def test_large_template_variables_leave_nothing_behind(bodies: Attacks) -> None:
-    """Four of 16 MiB at once took 3 GB, and left 0.5 GB or more."""
+    """Four bodies of 16 MiB at once took 3 GB, and left 0.5 GB or more."""
     route, body = bodies["template variables"]
     with attacked_gateway() as gateway:
         async with httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
-            assert (await http.post("/tokenize", json={"prompt": "fox " * 20_000})).status_code == 200  # all are there
+            assert (
+                await http.post("/tokenize", json={"prompt": "fox " * 20_000})
+            ).status_code == 200  # the body readers have started
             before = gateway.memory_mib("VmRSS")
             headers = {"content-type": "application/json"}
             answers = await asyncio.gather(*[http.post(route, content=body, headers=headers) for _ in range(4)])
@@ -110,8 +112,8 @@ async def test_large_template_variables_leave_nothing_behind(bodies: Attacks) ->
 
 
 @pytest.mark.slow
-async def test_answers_with_many_log_probabilities_hold_no_more_than_they_may() -> None:
-    """Each has a million values, of which some 100 MB would be held until it is whole."""
+async def test_answers_with_many_log_probabilities_stay_within_the_memory_limit() -> None:
+    """Each answer has a million values, so about 100 MB would be held until it is complete."""
     body = {"model": "tiny", "prompt": "hello", "n": 64, "max_tokens": 800, "logprobs": 20, "ignore_eos": True}
     with attacked_gateway(request_memory_bytes=64 * MIB) as gateway:
         async with httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:

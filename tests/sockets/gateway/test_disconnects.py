@@ -1,4 +1,4 @@
-"""A client that leaves, in any phase: every engine hears of it, every block comes back, and it is counted."""
+"""Clients that disconnect in any phase: engines abort the request, blocks are freed, and the disconnect is counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def client_of(service: Service) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def check_all_is_back(service: Service, disconnects: int = 1) -> None:
+async def check_all_is_released(service: Service, disconnects: int = 1) -> None:
     counted = "baton_client_disconnects_total"
     async with asyncio.timeout(20):
         while (await service.metrics())[counted] < disconnects:
@@ -45,18 +45,18 @@ STREAM = pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"
 
 
 @STREAM
-async def test_a_client_that_leaves_in_prefill_costs_nothing_more(disaggregated: Service, stream: bool) -> None:
+async def test_a_disconnect_in_prefill_releases_everything(disaggregated: Service, stream: bool) -> None:
     prefill = disaggregated.cluster.members[0]
     async with client_of(disaggregated) as client:
         prefill.step_s = 0.02
         request = asyncio.create_task(client.post("/v1/completions", json={**BODY, "stream": stream}))
         await until(lambda: prefill.stats.num_requests_running)
         await leave(request)
-        await check_all_is_back(disaggregated)
+        await check_all_is_released(disaggregated)
 
 
 @STREAM
-async def test_while_waiting_for_an_engine(start: Callable[..., Service], stream: bool) -> None:
+async def test_a_disconnect_while_waiting_for_an_engine_is_counted(start: Callable[..., Service], stream: bool) -> None:
     service = start(capacity_timeout_s=60)
     async with client_of(service) as client:
         request = asyncio.create_task(client.post("/v1/completions", json={**BODY, "stream": stream}))
@@ -70,7 +70,7 @@ async def test_while_waiting_for_an_engine(start: Callable[..., Service], stream
 
 
 @STREAM
-async def test_a_client_that_leaves_during_a_transfer_costs_nothing_more(disaggregated: Service, stream: bool) -> None:
+async def test_a_disconnect_during_a_transfer_releases_everything(disaggregated: Service, stream: bool) -> None:
     prefill, decode = disaggregated.cluster.members
     disaggregated.cluster.wire.hold = True
     async with client_of(disaggregated) as client:
@@ -79,12 +79,14 @@ async def test_a_client_that_leaves_during_a_transfer_costs_nothing_more(disaggr
         assert prefill.stats.num_blocks_held > 0
         await leave(request)
         disaggregated.cluster.wire.hold = False
-        await check_all_is_back(disaggregated)
+        await check_all_is_released(disaggregated)
     assert prefill.connector.withdrawn == 1
 
 
 @STREAM
-async def test_between_hand_off_and_decode(start: Callable[..., Service], stream: bool) -> None:
+async def test_a_disconnect_between_hand_off_and_decode_releases_everything(
+    start: Callable[..., Service], stream: bool
+) -> None:
     service = start(Role.PREFILL, Role.DECODE, capacity_timeout_s=60, local_prefill_max_tokens=0)
     prefill, decode = service.cluster.members
     prefill.running.clear()
@@ -98,22 +100,22 @@ async def test_between_hand_off_and_decode(start: Callable[..., Service], stream
         await until(lambda: prefill.connector.withdrawn == 1)
         service.cluster.start(Role.DECODE)
         service.cluster.start(Role.UNIFIED)
-        await check_all_is_back(service)
+        await check_all_is_released(service)
 
 
 @STREAM
-async def test_a_client_that_leaves_in_decode_costs_nothing_more(disaggregated: Service, stream: bool) -> None:
+async def test_a_disconnect_in_decode_releases_everything(disaggregated: Service, stream: bool) -> None:
     decode = disaggregated.cluster.members[1]
     decode.step_s = 0.02
     async with client_of(disaggregated) as client:
         request = asyncio.create_task(client.post("/v1/completions", json={**BODY, "stream": stream}))
         await until(lambda: decode.stats.num_requests_running)
         await leave(request)
-        await check_all_is_back(disaggregated)
+        await check_all_is_released(disaggregated)
         assert decode.stats.generation_tokens < BODY["max_tokens"] - 1
 
 
-async def test_in_the_middle_of_a_stream_of_several_choices(service: Service) -> None:
+async def test_a_disconnect_within_a_stream_of_several_choices_releases_everything(service: Service) -> None:
     for engine in service.cluster.members:
         engine.step_s = 0.01
     body = {**BODY, "n": 4, "stream": True, "max_tokens": 60}
@@ -122,10 +124,10 @@ async def test_in_the_middle_of_a_stream_of_several_choices(service: Service) ->
             lines = response.aiter_lines()
             for _ in range(6):
                 assert await anext(lines) is not None
-        await check_all_is_back(service)
+        await check_all_is_released(service)
 
 
-async def test_while_the_body_is_sent(service: Service) -> None:
+async def test_a_disconnect_while_the_body_is_sent_releases_everything(service: Service) -> None:
     async with service.over_tcp() as url:
         host, port = url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
@@ -133,10 +135,10 @@ async def test_while_the_body_is_sent(service: Service) -> None:
         await writer.drain()
         await asyncio.sleep(0.05)
         writer.close()
-        await check_all_is_back(service)
+        await check_all_is_released(service)
 
 
-async def test_one_client_leaves_and_the_others_stay(disaggregated: Service) -> None:
+async def test_disconnects_do_not_affect_other_clients(disaggregated: Service) -> None:
     decode = disaggregated.cluster.members[1]
     decode.step_s = 0.005
     async with client_of(disaggregated) as client:
@@ -147,4 +149,4 @@ async def test_one_client_leaves_and_the_others_stay(disaggregated: Service) -> 
         await leave(requests[3])
         answers = [await request for request in (*requests[1:3], *requests[4:])]
         assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
-        await check_all_is_back(disaggregated, disconnects=2)
+        await check_all_is_released(disaggregated, disconnects=2)

@@ -1,4 +1,4 @@
-"""A gateway that is about to end says so, and ends what it has begun."""
+"""A gateway that drains reports it, and finishes its open answers."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def serve(service: Service, model: ServedModel, *, drain_s: float, drain_timeout
 
 
 @pytest.mark.slow
-async def test_it_says_so_first_and_still_takes_requests(service: Service, model: ServedModel) -> None:
+async def test_a_draining_gateway_is_unhealthy_and_still_serves_at_first(service: Service, model: ServedModel) -> None:
     server, url = serve(service, model, drain_s=3.0, drain_timeout_s=5)
     async with httpx.AsyncClient(base_url=url, timeout=10) as http:
         answer = await http.get("/health")
         assert (answer.status_code, answer.headers.get("connection")) == (200, None)
         draining = asyncio.create_task(server.drain())
-        await asyncio.sleep(0)  # it begins
+        await asyncio.sleep(0)  # let the drain begin
         health = await http.get("/health")
         assert health.status_code == 503
         assert "shutting down" in health.json()["error"]["message"]
@@ -58,11 +58,13 @@ async def test_it_says_so_first_and_still_takes_requests(service: Service, model
 async def connect_again_and_again(url: str) -> None:
     while True:
         async with httpx.AsyncClient(base_url=url) as http:
-            with contextlib.suppress(httpx.ReadError):  # the kernel had made the connection, and nobody took it
+            with contextlib.suppress(
+                httpx.ReadError
+            ):  # the kernel had made the connection, and the server never accepted it
                 await http.get("/live")
 
 
-async def test_open_answers_end_behind_a_closed_port(service: Service, model: ServedModel) -> None:
+async def test_open_answers_end_after_the_port_is_closed(service: Service, model: ServedModel) -> None:
     engine = service.cluster.members[0]
     server, url = serve(service, model, drain_s=0.0, drain_timeout_s=60)
     async with httpx.AsyncClient(base_url=url, timeout=60) as http, asyncio.timeout(60):

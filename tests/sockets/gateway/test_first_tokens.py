@@ -1,4 +1,4 @@
-"""A first token goes to its client at once, and only then is a decode engine told to go on from it."""
+"""The gateway sends the first token to the client before it asks a decode engine to continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWER = "a relay team passes the baton"
 
 
 class StreamingClient:
-    """Asks for one streamed answer and takes it in piece by piece, as fast as `reads` lets it."""
+    """A client of one streamed answer, which reads as fast as `reads` allows."""
 
     def __init__(self, service: Service, **fields: Any) -> None:
         self.on_token: Callable[[], None] = lambda: None  # called with the first piece that holds a token
@@ -41,7 +41,7 @@ class StreamingClient:
 
     async def _receive(self) -> dict[str, Any]:
         if self._was_sent:
-            await asyncio.Event().wait()  # it stays
+            await asyncio.Event().wait()  # the client stays connected
         self._was_sent = True
         return {"type": "http.request", "body": self._request}
 
@@ -60,7 +60,7 @@ def decode(disaggregated: Service) -> FakeEngine:
     return engine
 
 
-async def test_the_first_token_is_on_its_way_before_a_decode_engine_is_told(
+async def test_the_first_token_is_sent_before_a_decode_engine_is_asked(
     disaggregated: Service, decode: FakeEngine
 ) -> None:
     told: list[int] = []
@@ -74,11 +74,11 @@ async def test_the_first_token_is_on_its_way_before_a_decode_engine_is_told(
     await disaggregated.cluster.settled()
 
 
-async def test_a_client_that_does_not_read_keeps_no_decode_engine_from_its_blocks(
+async def test_a_client_that_does_not_read_does_not_delay_the_decode_engine(
     disaggregated: Service, decode: FakeEngine
 ) -> None:
     client = StreamingClient(disaggregated)
-    await until(lambda: decode.submitted and not decode.streams)  # it has written the answer
+    await until(lambda: decode.submitted and not decode.streams)  # the decode engine has written the answer
     assert client.body.count(b"data: ") == 1
     client.reads.set()
     await asyncio.wait_for(client.answer, 20)
@@ -86,9 +86,7 @@ async def test_a_client_that_does_not_read_keeps_no_decode_engine_from_its_block
     await disaggregated.cluster.settled()
 
 
-async def test_an_answer_that_its_first_token_ends_asks_no_decode_engine(
-    disaggregated: Service, decode: FakeEngine
-) -> None:
+async def test_an_answer_of_one_token_needs_no_decode_engine(disaggregated: Service, decode: FakeEngine) -> None:
     answer = await disaggregated.complete(PROMPT, stop=ANSWER[0])
     assert answer.json()["choices"][0] | {"text": "", "finish_reason": "stop"} == answer.json()["choices"][0]
     assert not decode.submitted
@@ -107,7 +105,7 @@ async def test_a_client_that_leaves_between_the_first_token_and_the_hand_off_lea
 
 
 async def test_a_token_does_not_wait_until_the_client_has_confirmed_the_one_before() -> None:
-    """Whichever event loop serves: asyncio sets this only for sockets whose protocol is named."""
+    """TCP_NODELAY must be set with every event loop: asyncio sets it only on sockets with an explicit protocol."""
     no_delays: list[int] = []
 
     def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

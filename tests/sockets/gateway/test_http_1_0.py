@@ -1,4 +1,4 @@
-"""Clients that speak HTTP/1.0, byte for byte: they know no chunks, and a body that ends with its connection."""
+"""Clients of HTTP/1.0, byte for byte: they know no chunked encoding, so a stream ends with its connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def asked(path: str, body: dict[str, Any] | None = None, *headers: str, method: str = "POST") -> bytes:
-    """A request as an old client writes it: without Host."""
+    """Return a request of HTTP/1.0, without Host."""
     content = b"" if body is None else json.dumps(body).encode()
     own = ["content-type: application/json", f"content-length: {len(content)}"] if content else []
     return "\r\n".join([f"{method} {path} HTTP/1.0", *own, *headers, "", ""]).encode() + content
@@ -29,7 +29,7 @@ async def connect(url: str) -> Connection:
 
 
 async def exchange(url: str, request: bytes) -> tuple[bytes, dict[bytes, bytes], bytes]:
-    """Status line, headers, and all bytes until the gateway closes, which it must."""
+    """Return the status line, the headers, and all bytes until the gateway closes the connection."""
     reader, writer = await connect(url)
     writer.write(request)
     async with asyncio.timeout(20):
@@ -37,7 +37,7 @@ async def exchange(url: str, request: bytes) -> tuple[bytes, dict[bytes, bytes],
     writer.close()
     status, *lines = head.split(b"\r\n")
     names = [line.partition(b": ")[0].lower() for line in lines]
-    assert len(set(names)) == len(names), "a header that says two things"
+    assert len(set(names)) == len(names), "no header may occur twice"
     return status, dict(zip(names, [line.partition(b": ")[2] for line in lines], strict=True)), body
 
 
@@ -49,7 +49,7 @@ def events_of(body: bytes) -> list[Any]:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("header", [(), ("connection: keep-alive",)], ids=["plain", "keep-alive"])
-async def test_a_stream_is_its_events_and_ends_with_the_connection(
+async def test_a_stream_has_unchunked_events_and_ends_with_the_connection(
     service: Service, path: str, header: tuple[str, ...]
 ) -> None:
     fields = BODY if path == "/v1/completions" else CHAT
@@ -63,7 +63,7 @@ async def test_a_stream_is_its_events_and_ends_with_the_connection(
     assert events_of(body)[-1]["choices"][0]["finish_reason"]
 
 
-async def test_its_text_is_that_of_an_answer_in_one_piece(service: Service) -> None:
+async def test_the_streamed_text_is_that_of_the_whole_answer(service: Service) -> None:
     async with service.over_tcp() as url:
         _, _, streamed = await exchange(url, asked("/v1/completions", {**BODY, "stream": True}))
         _, headers, whole = await exchange(url, asked("/v1/completions", BODY))
@@ -72,7 +72,7 @@ async def test_its_text_is_that_of_an_answer_in_one_piece(service: Service) -> N
     assert text == json.loads(whole)["choices"][0]["text"] != ""
 
 
-async def test_events_come_as_they_are_made_and_who_leaves_is_missed(service: Service) -> None:
+async def test_events_are_sent_at_once_and_disconnects_are_noticed(service: Service) -> None:
     writes = service.cluster.members[-1]
     writes.step_s = 0.05
     async with service.over_tcp() as url:
@@ -83,7 +83,7 @@ async def test_events_come_as_they_are_made_and_who_leaves_is_missed(service: Se
             first = await reader.readuntil(b"\n\n")
         assert b" 200 " in head.partition(b"\r\n")[0]
         assert "choices" in json.loads(first.removeprefix(b"data: "))
-        await until(lambda: writes.stats.num_requests_running)  # the rest is still to come
+        await until(lambda: writes.stats.num_requests_running)  # the answer is not finished yet
         writer.close()
         await until(lambda: not writes.stats.num_requests_running)
     assert (await service.metrics())["baton_client_disconnects_total"] == 1
@@ -92,7 +92,7 @@ async def test_events_come_as_they_are_made_and_who_leaves_is_missed(service: Se
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", ["/health", "/live", "/metrics", "/v1/models", "/v1/cluster/ranks"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-async def test_checks_and_scrapers_get_whole_answers(service: Service, path: str, method: str) -> None:
+async def test_probes_and_scrapers_get_answers_with_a_length(service: Service, path: str, method: str) -> None:
     async with service.over_tcp() as url:
         status, headers, body = await exchange(url, asked(path, method=method))
     assert b" 200 " in status
@@ -101,7 +101,7 @@ async def test_checks_and_scrapers_get_whole_answers(service: Service, path: str
     assert len(body) == (int(headers[b"content-length"]) if method == "GET" else 0)
 
 
-async def test_a_refusal_is_whole(service: Service) -> None:
+async def test_a_refusal_has_a_length(service: Service) -> None:
     async with service.over_tcp() as url:
         status, headers, body = await exchange(url, asked("/v1/completions", {**BODY, "stream": True, "n": -1}))
     assert b" 400 " in status
@@ -109,13 +109,13 @@ async def test_a_refusal_is_whole(service: Service) -> None:
     assert json.loads(body)["error"]["param"] == "n"
 
 
-async def test_nobody_is_told_to_continue_who_does_not_know_the_word(service: Service) -> None:
+async def test_http_1_0_clients_get_no_100_continue(service: Service) -> None:
     async with service.over_tcp() as url:
         status, _, _ = await exchange(url, asked("/v1/completions", BODY, "expect: 100-continue"))
     assert b" 200 " in status
 
 
-async def test_clients_of_http_1_1_still_get_chunks_on_a_connection_that_stays(service: Service) -> None:
+async def test_http_1_1_clients_still_get_chunks_on_a_persistent_connection(service: Service) -> None:
     request = asked("/v1/completions", {**BODY, "stream": True}, "host: gateway").replace(b"HTTP/1.0", b"HTTP/1.1")
     async with service.over_tcp() as url:
         reader, writer = await connect(url)

@@ -1,4 +1,4 @@
-"""A gateway at an IPv6 address, as on a host that has no other."""
+"""A gateway that listens on IPv6, as on a host without IPv4."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = needs_ipv6
 
 @asynccontextmanager
 async def served(service: Service, model: ServedModel, host: str, *, share: bool) -> AsyncIterator[int]:
-    """The port of a gateway that listens at `host`."""
+    """Start a gateway that listens at `host`, and yield its port."""
     drain, listener = Drain(), listen(host, 0, share=share)
     app = create_app(service.cluster, model, GatewaySettings(), drain)
     server = HttpServer(app, drain, drain_s=0, drain_timeout_s=5)
@@ -39,7 +39,9 @@ async def served(service: Service, model: ServedModel, host: str, *, share: bool
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [False, True])
-async def test_it_answers_the_official_client(start: Callable[..., Service], model: ServedModel, share: bool) -> None:
+async def test_a_gateway_on_ipv6_answers_the_official_client(
+    start: Callable[..., Service], model: ServedModel, share: bool
+) -> None:
     service = start(Role.UNIFIED)
     service.script("who runs?", ANSWER)
     async with served(service, model, "::1", share=share) as port:
@@ -52,7 +54,7 @@ async def test_it_answers_the_official_client(start: Callable[..., Service], mod
 
 
 @pytest.mark.parametrize("client", ["::1", "127.0.0.1"])
-async def test_at_every_address_it_answers_clients_of_both_kinds(
+async def test_a_gateway_on_all_addresses_answers_ipv4_and_ipv6_clients(
     start: Callable[..., Service], model: ServedModel, client: str
 ) -> None:
     async with served(start(Role.UNIFIED), model, "::", share=True) as port, httpx.AsyncClient(timeout=20) as http:

@@ -1,4 +1,4 @@
-"""BodyService that are read in a process of their own: the same comes of them, and what they cost, they cost there."""
+"""Large bodies are parsed in separate processes, with the same result, and their cost does not delay the gateway."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ...helpers.gateway_service import Service, until
 from ...helpers.tiny_model import tiny_model, tiny_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-PATIENCE_S = 100.0  # a process starts in seconds, on a busy machine in tens of them
+PATIENCE_S = 100.0  # starting a process takes seconds, on a busy machine tens of seconds
 PAD = {"user": "u" * INLINE_BYTES}  # makes any body a large one
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MANY = [{"role": "user", "content": "x"}] * (INLINE_MESSAGES + 1)
@@ -84,7 +84,7 @@ PADS = {RequestKind.MESSAGES: {"cache_control": PAD}}  # a field of any size wit
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "fields"), REQUESTS, ids=lambda value: str(value)[:60])
-async def test_another_process_reads_a_body_as_this_one_does(
+async def test_a_separate_process_parses_a_body_like_the_gateways_own(
     start: Callable[..., Service], thinker: ServedModel, kind: RequestKind, fields: dict[str, Any]
 ) -> None:
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=thinker)
@@ -106,15 +106,15 @@ async def test_a_large_chat_is_answered(start: Callable[..., Service]) -> None:
 
 
 @pytest.mark.slow
-async def test_a_long_chat_of_a_few_bytes_is_rendered_elsewhere(start: Callable[..., Service]) -> None:
-    """Templates may take a step for each pair of messages."""
+async def test_a_chat_of_many_small_messages_is_rendered_in_another_process(start: Callable[..., Service]) -> None:
+    """The time of a template may be quadratic in the number of messages."""
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=tiny_model(_tokenizer_of(PLAIN_TEMPLATE), 4096))
     response = await service.http.post(CHAT, json={"model": "tiny", "messages": MANY, "max_tokens": 1})
     assert response.status_code == 200, response.text
     assert (await service.metrics())['baton_large_bodies_total{outcome="read"}'] == 1
 
 
-async def test_small_bodies_stay_in_this_process(start: Callable[..., Service]) -> None:
+async def test_small_bodies_are_parsed_in_the_gateways_process(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     assert (await service.chat("hello", max_tokens=1, tools=[])).status_code == 200
     samples = await service.metrics()
@@ -122,7 +122,7 @@ async def test_small_bodies_stay_in_this_process(start: Callable[..., Service]) 
 
 
 @pytest.mark.slow
-async def test_a_large_body_is_refused_by_field_as_a_small_one(start: Callable[..., Service]) -> None:
+async def test_the_refusal_of_a_large_body_equals_that_of_a_small_one(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     refusals = [await service.complete("hello", temperature=-1), await service.complete("hello", temperature=-1, **PAD)]
     assert refusals[0].json() == refusals[1].json()
@@ -142,7 +142,7 @@ async def test_token_routes_answer_large_bodies(start: Callable[..., Service]) -
 
 
 @pytest.mark.slow
-async def test_a_template_without_end_is_ended_and_hurts_nobody(
+async def test_an_endless_template_is_ended_and_delays_no_other_request(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_pool, "TIMEOUT_S", 1)
@@ -159,7 +159,7 @@ async def test_a_template_without_end_is_ended_and_hurts_nobody(
     assert (await attack).status_code == 400
     assert (await attack).json()["error"]["code"] == "body_too_expensive"
     assert answered > 1
-    assert (await service.chat("hello", max_tokens=1, **PAD)).status_code == 200  # another process
+    assert (await service.chat("hello", max_tokens=1, **PAD)).status_code == 200  # a new process reads it
     samples = await service.metrics()
     assert samples['baton_large_bodies_total{outcome="too_slow"}'] == 1
     assert samples['baton_large_bodies_total{outcome="read"}'] == 1
@@ -206,7 +206,7 @@ async def test_a_process_that_dies_while_idle_is_replaced_before_the_next_body_a
 async def test_no_body_waits_for_a_process_that_starts_while_another_is_idle(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process takes a second or two to start; here the second one takes for ever."""
+    """Starting a process takes a second or two; here the second process never starts."""
     popen, started = subprocess.Popen, []
 
     def open_slowly(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -222,7 +222,7 @@ async def test_no_body_waits_for_a_process_that_starts_while_another_is_idle(
 
 
 @pytest.mark.slow
-async def test_a_client_that_leaves_gives_its_memory_back(start: Callable[..., Service]) -> None:
+async def test_a_disconnect_releases_the_memory_of_the_body(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, body_processes=1, request_timeout_s=PATIENCE_S)
     await service.bodies.processes.start()
     (pid,) = service.bodies.processes.pids
@@ -236,7 +236,7 @@ async def test_a_client_that_leaves_gives_its_memory_back(start: Callable[..., S
 
 
 @pytest.mark.slow
-async def test_no_more_large_bodies_wait_than_may(
+async def test_the_number_of_waiting_large_bodies_is_limited(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_pool, "MAX_WAITING", 2)
@@ -244,7 +244,9 @@ async def test_no_more_large_bodies_wait_than_may(
     await service.bodies.processes.start()
     (pid,) = service.bodies.processes.pids
     os.kill(pid, signal.SIGSTOP)
-    waiting = [asyncio.create_task(service.complete("hello", max_tokens=1, **PAD)) for _ in range(3)]  # one is there
+    waiting = [
+        asyncio.create_task(service.complete("hello", max_tokens=1, **PAD)) for _ in range(3)
+    ]  # the process has one of them
     await until(lambda: service.bodies.processes.num_waiting == 2)
     refused = await service.complete("hello", max_tokens=1, **PAD)
     os.kill(pid, signal.SIGCONT)
@@ -255,8 +257,8 @@ async def test_no_more_large_bodies_wait_than_may(
 
 
 @pytest.mark.slow
-async def test_a_million_tokens_come_in_pieces(monkeypatch: pytest.MonkeyPatch, model: ServedModel) -> None:
-    """Between them others have their turn."""
+async def test_a_million_tokens_are_unpacked_in_pieces(monkeypatch: pytest.MonkeyPatch, model: ServedModel) -> None:
+    """The tokens are unpacked in pieces, so that other tasks of the event loop run in between."""
     sizes: list[int] = []
     real = body_service.unpack_tokens
     monkeypatch.setattr(body_service, "unpack_tokens", lambda packed: sizes.append(len(packed)) or real(packed))
@@ -272,7 +274,7 @@ async def test_a_million_tokens_come_in_pieces(monkeypatch: pytest.MonkeyPatch, 
     assert sum(sizes) == 4 * (len(prompt) + 1)
 
 
-async def test_the_choices_of_a_prompt_share_the_names_of_its_blocks(
+async def test_the_choices_of_a_prompt_share_its_block_hashes(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hashing a long prompt takes milliseconds, and one request may have 256 choices."""
@@ -290,13 +292,13 @@ async def test_the_choices_of_a_prompt_share_the_names_of_its_blocks(
     assert hashed == 1
 
 
-async def test_the_smallest_body_that_waits_is_next_and_heavy_ones_leave_a_process() -> None:
+async def test_the_smallest_waiting_body_is_next_and_large_ones_leave_a_process_free() -> None:
     queue = SmallestFirstQueue(2)
     heavy = HEAVY_BYTES + 1
     assert await queue.take(heavy) == 1
     waiting = {size: asyncio.create_task(queue.take(size)) for size in (heavy + 1, 500, 300)}
     await asyncio.sleep(0)
-    assert queue.num_waiting == 2  # of those that came, the first light one has the process that is left
+    assert queue.num_waiting == 2  # the small body that arrived first has the remaining process
     assert await waiting[500] == 0
     queue.put_back(0, 500)
     assert await waiting[300] == 0
@@ -311,8 +313,8 @@ async def test_the_smallest_body_that_waits_is_next_and_heavy_ones_leave_a_proce
     assert await queue.take(5) == 0
 
 
-async def test_choices_begin_one_after_another_with_everyone_elses_turns_between() -> None:
-    """The first step of each sends its prompt, which may be long."""
+async def test_between_the_starts_of_two_choices_other_tasks_run() -> None:
+    """The first step of a choice sends its prompt, which may be long."""
     order: list[str] = []
 
     async def choice(number: int) -> AsyncGenerator[str, None]:

@@ -1,4 +1,4 @@
-"""LiteLLM drives `/v1/chat/completions` and `/v1/messages`, and its bridge one as if it were the other."""
+"""LiteLLM as a client of `/v1/chat/completions` and `/v1/messages`, also through its bridge between the two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from ...helpers.gateway_service import Service
 from ...helpers.reasoning_model import CUT, HELLO, SIZE
 
-pytestmark = pytest.mark.slow  # its import takes seconds
+pytestmark = pytest.mark.slow  # importing LiteLLM takes seconds
 
 ANSWER = "the 🦊 sleeps, and the lazy dog jumps over it"
 ASKED: Any = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "api_key": "none"}
@@ -24,7 +24,7 @@ ROUTES = ["hosted_vllm", "openai", "anthropic"]  # LiteLLM's names of servers; t
 
 @pytest.fixture
 def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network for prices
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise its import downloads prices
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # its import sets it
     import litellm
 
@@ -46,7 +46,7 @@ def at(url: str, route: str, model: str = "tiny") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_a_streamed_answer_is_the_whole_one_in_parts(litellm: Any, url: str, route: str) -> None:
+async def test_a_streamed_answer_equals_the_whole_one(litellm: Any, url: str, route: str) -> None:
     whole = await litellm.acompletion(**at(url, route), **ASKED)
     message = whole.choices[0].message
     assert (message.content, message.reasoning_content) == (ANSWER, "who sleeps?")
@@ -87,7 +87,7 @@ async def test_a_call_is_answered_with_the_result_that_was_sent_back(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("route", ["hosted_vllm", "anthropic"])
 async def test_anthropics_messages_over_either_route(litellm: Any, url: str, route: str) -> None:
-    """With `hosted_vllm` LiteLLM turns the message into a chat, and the answer back."""
+    """With `hosted_vllm`, LiteLLM converts the message to a chat, and the answer back."""
     asked = ASKED | {"tools": MESSAGE_TOOLS}
     whole = await litellm.anthropic.messages.acreate(**at(url, route), **asked)
     blocks = [block for block in whole["content"] if block["type"] != "thinking"]

@@ -1,4 +1,4 @@
-"""Answers with many log probabilities: nobody waits until one of them is decoded or written."""
+"""Answers with many log probabilities do not block the event loop while they are decoded and written."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def _body_with_many_logprobs(kind: RequestKind, *, stream: bool, prompt: bool) -
         (RequestKind.CHAT, False, True),
     ],
 )
-async def test_log_probabilities_are_unpacked_few_in_each_turn_of_the_event_loop(
+async def test_each_turn_of_the_event_loop_unpacks_few_log_probabilities(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, kind: RequestKind, *, stream: bool, prompt: bool
 ) -> None:
-    """Two clients ask at once. Nobody else waits for more than `VALUES_AT_ONCE`, and no token for its own turn."""
+    """With two requests at once, no turn of the event loop unpacks more than `VALUES_AT_ONCE` values."""
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S)
     in_turn: list[int] = [0]
     real = Logprobs.entries
@@ -77,8 +77,8 @@ async def test_log_probabilities_are_unpacked_few_in_each_turn_of_the_event_loop
     assert max(in_turn) <= VALUES_AT_ONCE
 
 
-def test_a_message_makes_no_object_for_a_log_probability() -> None:
-    """A prompt may have 2**18 of them, and whoever decodes a message does nothing else meanwhile."""
+def test_decoding_a_message_allocates_no_object_for_each_log_probability() -> None:
+    """A prompt may have 2**18 log probabilities, and decoding a message blocks its thread."""
     values = [-1.0 / (1 + number) for number in range(21)]
     entries = [TokenLogprobs(list(range(at, at + 21)), values, at + 1) for at in range(4_000)]
     codec = Codec()

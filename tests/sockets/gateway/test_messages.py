@@ -1,4 +1,4 @@
-"""`/v1/messages`: the same answers as a chat's, told as content blocks and events of Anthropic's API."""
+"""`/v1/messages`: the same answers as for chats, as content blocks and events of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EFFORT = "{% if reasoning_effort %}effort {{ reasoning_effort }} {% endif %}"
 
 
 @pytest.mark.slow
-async def test_words_are_a_text_block(responses: Service) -> None:
+async def test_content_is_a_text_block(responses: Service) -> None:
     responses.script(HELLO, "the 🦊 sleeps")
     answer = await ask(responses, headers={"x-request-id": "r1", "anthropic-version": "2023-06-01"})
     message = whole(answer)
@@ -43,14 +43,14 @@ async def test_words_are_a_text_block(responses: Service) -> None:
     assert answer.headers["x-baton-path"]
 
 
-async def test_a_cached_prefix_is_counted_apart(responses: Service) -> None:
+async def test_cached_tokens_are_counted_separately(responses: Service) -> None:
     long = "hello world, what is the name of the fox? " * 3
     first, second = [whole(await ask(responses, long, max_tokens=5))["usage"] for _ in range(2)]
     assert second["cache_read_input_tokens"] > 0
     assert second["input_tokens"] + second["cache_read_input_tokens"] == first["input_tokens"]
 
 
-async def test_a_stream_of_thoughts_words_and_calls(responses: Service) -> None:
+async def test_a_stream_has_blocks_of_thinking_text_and_calls(responses: Service) -> None:
     responses.script(TOLD, f"<think>\nthe fox?\n</think>\n\nWell.\n{CUT}\n{FOLD}")
     events = stream(await ask(responses, stream=True, tools=TOOLS))
     assert names(events) == [
@@ -74,13 +74,13 @@ async def test_a_stream_of_thoughts_words_and_calls(responses: Service) -> None:
     assert 0 < message["usage"]["output_tokens_details"]["thinking_tokens"] < message["usage"]["output_tokens"]
 
 
-async def test_the_whole_answer_is_what_the_stream_tells(responses: Service) -> None:
+async def test_the_whole_answer_equals_the_stream(responses: Service) -> None:
     responses.script(TOLD, f"<think>the fox?</think>Well.\n{CUT}")
     named = {"x-request-id": "r1"}
     streamed = put_together(stream(await ask(responses, stream=True, tools=TOOLS, headers=named)))
     at_once = whole(await ask(responses, tools=TOOLS, headers=named))
     for message in (streamed, at_once):
-        message["content"][-1].pop("id")  # made of the time, too
+        message["content"][-1].pop("id")  # depends on the time
         for field in ("input_tokens", "cache_read_input_tokens"):
             message["usage"].pop(field)
     assert at_once == streamed
@@ -101,7 +101,7 @@ async def test_an_answer_that_is_cut_off_says_so(responses: Service, answer: str
     assert message["usage"]["output_tokens"] == length
 
 
-async def test_a_call_with_its_last_token_missing_is_no_call_to_run(responses: Service) -> None:
+async def test_a_call_without_its_last_token_is_not_to_be_run(responses: Service) -> None:
     responses.script(TOLD, f"{CUT}\n{FOLD.partition('}')[0]}")
     message = whole(await ask(responses, tools=TOOLS))
     assert message["stop_reason"] == "end_turn"
@@ -117,7 +117,7 @@ async def test_a_call_with_its_last_token_missing_is_no_call_to_run(responses: S
         *[(text, {}) for text in ("", "{", '{"a', "[1, 2]", "3", '{"a": NaN}', "}", "[" * 5000)],
     ],
 )
-def test_an_input_is_an_object_whatever_came(arguments: str, read: dict[str, Any]) -> None:
+def test_the_input_of_a_call_is_always_an_object(arguments: str, read: dict[str, Any]) -> None:
     assert json.loads(bytes(readable_input(arguments))) == read
 
 
@@ -227,7 +227,7 @@ async def test_thinking_is_switched(
     assert whole(await ask(service, **fields))["content"] == [{"type": "text", "text": "yes"}]
 
 
-async def test_an_effort_goes_to_templates_that_know_of_efforts(
+async def test_an_effort_is_passed_to_templates_with_efforts(
     start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer
 ) -> None:
     service = start(Role.UNIFIED, served=reasoning_model(model, tokenizer, EFFORT + TEMPLATE))
@@ -240,10 +240,10 @@ async def test_an_effort_goes_to_templates_that_know_of_efforts(
     [({"type": "any"}, {"cut", "fold"}), ({"type": "tool", "name": "fold"}, {"fold"})],
 )
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_calls_that_must_come_fit_their_schema(
+async def test_required_calls_fit_their_schema(
     responses: Service, choice: dict[str, Any], calls: set[str], streamed: bool
 ) -> None:
-    """By a model that thinks first, and then would write anything."""
+    """Only the grammar makes calls fit: the model reasons first, and then writes random tokens."""
     responses.script(TOLD, "<think>the fox?</think>\n\n", end=False)
     chosen = {**choice, "disable_parallel_tool_use": True}
     answer = await ask(responses, tools=TOOLS, tool_choice=chosen, stream=streamed)
@@ -262,7 +262,7 @@ async def test_an_answer_fits_its_schema(responses: Service) -> None:
 
 
 @pytest.mark.slow
-async def test_a_large_body_is_read_elsewhere_with_the_same_result(start: Callable[..., Service]) -> None:
+async def test_a_large_body_is_read_in_another_process_with_the_same_result(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     text = {"type": "text", "text": "hello"}
     large = [user([{**text, "cache_control": {"type": "ephemeral", "pad": "x" * INLINE_BYTES}}])]
@@ -276,7 +276,7 @@ async def test_a_large_body_is_read_elsewhere_with_the_same_result(start: Callab
     assert (await ask(service, large, tool_choice={"type": "any"})).json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_a_timeline_comes_with_the_end(responses: Service) -> None:
+async def test_the_timeline_comes_with_the_end(responses: Service) -> None:
     responses.script(HELLO, "the dog")
     events = stream(await ask(responses, stream=True, baton_timeline=True))
     (at_once,) = whole(await ask(responses, baton_timeline=True))["baton_timeline"]
@@ -284,7 +284,7 @@ async def test_a_timeline_comes_with_the_end(responses: Service) -> None:
     assert "baton_timeline" not in whole(await ask(responses))
 
 
-async def test_a_deadline_holds_and_engines_hear_of_clients_that_leave(responses: Service) -> None:
+async def test_a_deadline_ends_a_request_and_a_disconnect_aborts_it(responses: Service) -> None:
     for engine in responses.cluster.members:
         engine.step_s = 0.02
     late = await ask(responses, headers={"request-timeout-ms": "60"}, ignore_eos=True)
@@ -301,7 +301,7 @@ async def test_a_deadline_holds_and_engines_hear_of_clients_that_leave(responses
     await responses.cluster.settled()
 
 
-async def test_messages_are_requests_like_others(start: Callable[..., Service]) -> None:
+async def test_messages_share_limits_paths_and_metrics_with_other_requests(start: Callable[..., Service]) -> None:
     service = start(Role.PREFILL, Role.DECODE, api_keys=["right"], max_inflight_per_key=1)
     assert (await ask(service, headers={"X-data-parallel-rank": "7", "x-api-key": "right"})).status_code == 400
     answer = await ask(service, headers={"x-api-key": "right"}, max_tokens=3)
@@ -313,7 +313,7 @@ async def test_messages_are_requests_like_others(start: Callable[..., Service]) 
 
 
 @pytest.mark.parametrize("roles", [[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
-async def test_a_stream_goes_on_at_another_gateway_without_a_gap_or_a_repetition(
+async def test_a_stream_continues_at_another_gateway_without_a_gap_or_a_repetition(
     start: Callable[..., Service], thinker: ServedModel, roles: list[Role]
 ) -> None:
     first, second = start(Role.UNIFIED, served=thinker), start(*roles, served=thinker)

@@ -35,7 +35,7 @@ async def scripted(responses: Service) -> Service:
     return responses
 
 
-async def test_a_streamed_message_is_the_whole_one_in_parts(scripted: Service) -> None:
+async def test_a_streamed_message_equals_the_whole_one(scripted: Service) -> None:
     async with client_of(scripted) as client:
         whole = await client.messages.create(**ASKED)
         thought, text = whole.content
@@ -80,7 +80,7 @@ async def test_a_call_is_answered_by_sending_all_blocks_back(scripted: Service) 
         assert counted.input_tokens == used.input_tokens + (used.cache_read_input_tokens or 0)
 
 
-async def test_thoughts_are_sent_back_as_they_came(scripted: Service) -> None:
+async def test_thinking_blocks_can_be_sent_back_unchanged(scripted: Service) -> None:
     async with client_of(scripted) as client:
         first = await client.messages.create(**ASKED)
         told: Any = [*ASKED["messages"], first.to_param(), {"role": "user", "content": "why?"}]
@@ -113,7 +113,7 @@ async def test_refusals_are_the_clients_own_errors(scripted: Service) -> None:
 
 
 @pytest.mark.parametrize("way", ["api_key", "auth_token"])
-async def test_keys_are_taken_both_ways(start: Callable[..., Service], way: str) -> None:
+async def test_keys_are_read_from_both_headers(start: Callable[..., Service], way: str) -> None:
     service = start(Role.UNIFIED, api_keys=["right"])
     async with client_of(service, **{"api_key": None, way: "right"}) as client:
         assert (await client.messages.create(**{**ASKED, "max_tokens": 2})).stop_reason == "max_tokens"
@@ -124,7 +124,7 @@ async def test_keys_are_taken_both_ways(start: Callable[..., Service], way: str)
         assert "x-api-key" in str(refused.value)
 
 
-async def test_load_is_told_as_load(start: Callable[..., Service]) -> None:
+async def test_overload_and_large_bodies_have_anthropics_error_types(start: Callable[..., Service]) -> None:
     async with client_of(start(capacity_timeout_s=0.05)) as client:
         with pytest.raises(anthropic.InternalServerError) as overloaded:
             await client.messages.create(**ASKED)

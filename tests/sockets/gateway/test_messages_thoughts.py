@@ -1,4 +1,4 @@
-"""Thoughts in `/v1/messages` that are not to be shown: `thinking.display: "omitted"`."""
+"""Hidden reasoning in `/v1/messages`: `thinking.display: "omitted"`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OMITTED: dict[str, Any] = {"thinking": {"type": "adaptive", "display": "omitted"
 
 
 def told(thought: dict[str, Any]) -> list[dict[str, Any]]:
-    """A conversation whose answer began with this block."""
+    """Return a conversation whose answer begins with this block."""
     return [user(), {"role": "assistant", "content": [thought, {"type": "text", "text": "so"}]}, user("b")]
 
 
-async def test_a_stream_has_the_signature_and_no_thought(responses: Service) -> None:
+async def test_a_stream_has_the_signature_and_no_thinking_text(responses: Service) -> None:
     responses.script(HELLO, ANSWER)
     answer = await ask(responses, stream=True, **OMITTED)
     events = stream(answer)
@@ -42,7 +42,7 @@ async def test_a_stream_has_the_signature_and_no_thought(responses: Service) -> 
     assert opened_thoughts(thought["signature"]) == THOUGHTS
 
 
-async def test_a_whole_answer_is_what_the_stream_tells(responses: Service) -> None:
+async def test_a_whole_answer_with_omitted_thinking_equals_the_stream(responses: Service) -> None:
     responses.script(HELLO, ANSWER)
     streamed = put_together(stream(await ask(responses, stream=True, **OMITTED)))
     message = whole(await ask(responses, **OMITTED))
@@ -50,7 +50,7 @@ async def test_a_whole_answer_is_what_the_stream_tells(responses: Service) -> No
     assert message["usage"]["output_tokens_details"]["thinking_tokens"] > 0
 
 
-async def test_other_answers_show_their_thoughts(responses: Service) -> None:
+async def test_other_answers_show_their_thinking(responses: Service) -> None:
     responses.script(HELLO, ANSWER)
     for fields in ({}, {"thinking": {"type": "adaptive"}}, {"thinking": {"type": "adaptive", "display": "summarized"}}):
         thought = whole(await ask(responses, **fields))["content"][0]
@@ -58,7 +58,7 @@ async def test_other_answers_show_their_thoughts(responses: Service) -> None:
         assert opened_thoughts(thought["signature"]) is None
 
 
-async def test_thoughts_that_are_sent_back_are_read_from_the_signature(responses: Service) -> None:
+async def test_thinking_that_is_sent_back_is_read_from_the_signature(responses: Service) -> None:
     async def num_tokens(thought: dict[str, Any]) -> int:
         body = {"model": "tiny", "messages": told(thought)}
         return int((await responses.http.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"])
@@ -86,7 +86,7 @@ async def test_signatures_of_other_servers_are_not_read(responses: Service) -> N
         assert (await ask(responses, told(thought), max_tokens=1)).status_code == 200
 
 
-async def test_the_official_client_keeps_what_it_sends_back(responses: Service) -> None:
+async def test_the_official_client_can_send_the_signature_back(responses: Service) -> None:
     responses.script(HELLO, ANSWER)
     async with responses.over_tcp() as url, anthropic.AsyncAnthropic(base_url=url, api_key="none") as client:
         asked: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": [user()], **OMITTED}

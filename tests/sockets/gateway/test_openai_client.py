@@ -24,7 +24,7 @@ async def scripted(service: Service) -> Service:
     return service
 
 
-async def test_chat_whole_and_streamed(scripted: Service) -> None:
+async def test_chats_are_answered_whole_and_streamed(scripted: Service) -> None:
     async with scripted.openai() as client:
         whole = await client.chat.completions.create(model="tiny", messages=HELLO)
         assert whole.choices[0].message.content == ANSWER
@@ -37,7 +37,7 @@ async def test_chat_whole_and_streamed(scripted: Service) -> None:
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-async def test_a_prediction_and_its_usage_whole_and_streamed(scripted: Service) -> None:
+async def test_a_prediction_is_accepted_and_usage_counts_it(scripted: Service) -> None:
     fields: dict[str, Any] = {"model": "tiny", "messages": HELLO, "prediction": {"type": "content", "content": ANSWER}}
     async with scripted.openai() as client:
         whole = await client.chat.completions.create(**fields)
@@ -46,10 +46,10 @@ async def test_a_prediction_and_its_usage_whole_and_streamed(scripted: Service) 
     assert whole.choices[0].message.content == ANSWER
     for usage in (whole.usage, last.usage):
         details = usage.completion_tokens_details
-        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0), "nobody guesses"
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0), "no engine drafts"
 
 
-async def test_completions_whole_and_streamed(scripted: Service) -> None:
+async def test_completions_are_answered_whole_and_streamed(scripted: Service) -> None:
     async with scripted.openai() as client:
         fields = {"model": "tiny", "prompt": "who sleeps?", "max_tokens": 60}
         whole = await client.completions.create(**fields, logprobs=2)
@@ -59,7 +59,7 @@ async def test_completions_whole_and_streamed(scripted: Service) -> None:
         assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
 
 
-async def test_logprobs_models_and_headers(scripted: Service) -> None:
+async def test_the_client_reads_logprobs_models_and_headers(scripted: Service) -> None:
     async with scripted.openai() as client:
         assert [model.id async for model in client.models.list()] == ["tiny"]
         assert (await client.models.retrieve("tiny")).id == "tiny"
@@ -124,7 +124,7 @@ async def test_the_first_token_does_not_wait_for_the_transfer(disaggregated: Ser
     assert "the" + "".join(rest) == ANSWER
 
 
-async def test_many_streams_at_once_keep_apart(disaggregated: Service) -> None:
+async def test_many_streams_at_once_do_not_mix(disaggregated: Service) -> None:
     answers = {f"question {i}": f"the fox number {i} jumps over dog {i * 7}" for i in range(32)}
     for prompt, answer in answers.items():
         disaggregated.script(prompt, answer)

@@ -1,4 +1,4 @@
-"""The page at `/` as it is served: types, headers, keys, and nothing from elsewhere."""
+"""The files of the page at `/`: types, headers, keys, and no addresses of other servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATHS = {"/": FOLDER / "index.html"} | {f"/page/{path.name}": path for path in s
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_every_file_is_served_as_it_is(service: Service, path: str) -> None:
+async def test_every_file_is_served_unchanged(service: Service, path: str) -> None:
     answer = await service.http.get(path)
     assert answer.status_code == 200
     assert answer.content == PATHS[path].read_bytes()
@@ -29,7 +29,7 @@ async def test_every_file_is_served_as_it_is(service: Service, path: str) -> Non
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-async def test_browsers_keep_files_and_ask_whether_they_changed(service: Service) -> None:
+async def test_browsers_cache_files_and_revalidate_them(service: Service) -> None:
     first = await service.http.get("/page/main.js")
     assert first.headers["cache-control"] == "no-cache"
     again = await service.http.get("/page/main.js", headers={"if-none-match": first.headers["etag"]})
@@ -37,7 +37,7 @@ async def test_browsers_keep_files_and_ask_whether_they_changed(service: Service
     assert again.headers["content-security-policy"] == first.headers["content-security-policy"]
 
 
-async def test_heads_are_answered_and_other_methods_and_names_refused(service: Service) -> None:
+async def test_head_is_answered_and_other_methods_and_names_are_refused(service: Service) -> None:
     head = await service.http.head("/")
     assert (head.status_code, head.content) == (200, b"")
     assert int(head.headers["content-length"]) == len(page_files()["index.html"])
@@ -53,7 +53,7 @@ async def test_heads_are_answered_and_other_methods_and_names_refused(service: S
         assert "There is no" in check_refused(await service.http.get(path), 404, None)
 
 
-async def test_the_page_needs_no_key_and_what_it_shows_does(start: Callable[..., Service]) -> None:
+async def test_the_page_needs_no_key_and_its_data_does(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, api_keys=["right"])
     for path in PATHS:
         assert (await service.http.get(path)).status_code == 200
@@ -62,7 +62,7 @@ async def test_the_page_needs_no_key_and_what_it_shows_does(start: Callable[...,
         assert (await service.http.get(path, headers={"authorization": "Bearer right"})).status_code == 200
 
 
-async def test_a_setting_takes_it_away_while_the_gateway_serves(service: Service) -> None:
+async def test_a_setting_removes_the_page_while_the_gateway_serves(service: Service) -> None:
     reconfigure_app(service.app, GatewaySettings(page=False))
     for path in PATHS:
         check_refused(await service.http.get(path), 404, None)
@@ -80,7 +80,7 @@ def loaded(file: Path) -> set[str]:
     return {part for groups in found for part in groups if part}
 
 
-def test_the_page_loads_its_own_files_and_nothing_from_elsewhere() -> None:
+def test_the_page_loads_only_its_own_files() -> None:
     names = set(page_files())
     assert {path.name for path in FOLDER.iterdir()} == names
     for file in FOLDER.iterdir():
@@ -93,7 +93,7 @@ def test_the_page_loads_its_own_files_and_nothing_from_elsewhere() -> None:
         )
 
 
-async def test_metrics_may_be_of_some_names_alone(service: Service) -> None:
+async def test_metrics_can_be_filtered_by_name(service: Service) -> None:
     await service.complete("the fox", max_tokens=2)
     text = (await service.http.get("/metrics?name[]=baton_choices_total&name[]=baton_engines")).text
     assert set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)) == {"baton_choices_total", "baton_engines"}
@@ -111,5 +111,5 @@ async def test_clients_that_allow_an_age_share_an_answer(service: Service) -> No
     before = await num_ranks(**allowed)
     service.cluster.start(Role.DECODE)
     assert await num_ranks(**allowed) == before
-    assert await num_ranks() == before + 1  # by itself, a client always gets the newest
+    assert await num_ranks() == before + 1  # without a header a client gets the newest answer
     assert await num_ranks(**allowed) == before + 1

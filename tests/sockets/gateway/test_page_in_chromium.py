@@ -1,4 +1,4 @@
-"""The page at `/` in a browser: a fleet that is empty, busy or failing, the playground, keys, themes, keyboard."""
+"""The page at `/` in a browser: empty, busy and failing fleets, the playground, keys, themes, keyboard."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_a_busy_fleet_is_shown_with_its_latencies(start: Callable[..., Ser
         assert tab.faults == []
 
 
-async def test_figures_are_those_of_the_server(start: Callable[..., Service], tab: Tab) -> None:
+async def test_figures_equal_those_of_the_metrics(start: Callable[..., Service], tab: Tab) -> None:
     service = busy(start)
     async with service.over_tcp() as url:
         await tab.open(url)
@@ -74,7 +74,7 @@ async def test_figures_are_those_of_the_server(start: Callable[..., Service], ta
         assert all(each in tile for each in text), (text, tile)
 
 
-async def test_quantiles_and_rates_are_those_of_promql(start: Callable[..., Service], tab: Tab) -> None:
+async def test_quantiles_and_rates_equal_those_of_promql(start: Callable[..., Service], tab: Tab) -> None:
     service = start(Role.UNIFIED)
     async with service.over_tcp() as url:
         await tab.open(url)
@@ -94,7 +94,7 @@ async def test_quantiles_and_rates_are_those_of_promql(start: Callable[..., Serv
         assert rises == [6, 1, 4, [["b", 6]]]  # 2, then 3 of a new process, then 1
 
 
-async def test_a_gateway_is_where_it_listens(start: Callable[..., Service], tab: Tab) -> None:
+async def test_a_gateway_is_shown_with_its_address(start: Callable[..., Service], tab: Tab) -> None:
     service = start(Role.UNIFIED)
     async with service.over_tcp() as url:
         await tab.open(url)
@@ -134,7 +134,7 @@ async def test_a_failing_fleet_says_what_fails(start: Callable[..., Service], ta
         assert int(await tab.text("[data-key=failures] .value")) > 0
 
 
-async def test_a_gateway_that_is_gone_is_told_with_the_age_of_the_figures(
+async def test_if_the_gateway_is_gone_the_page_shows_the_age_of_its_figures(
     start: Callable[..., Service], tab: Tab
 ) -> None:
     service = busy(start)
@@ -156,7 +156,7 @@ async def test_an_answer_is_streamed_and_shows_where_it_ran(start: Callable[...,
         await tab.until("document.querySelector('#model').innerText === 'tiny'")
         await ask(tab, QUESTION)
         await tab.until("document.querySelector('.assistant .text').innerText.startsWith('the quick')")
-        assert not await tab.evaluate(IS_WHOLE)  # it is not whole yet
+        assert not await tab.evaluate(IS_WHOLE)  # the answer is not complete yet
         await tab.until(IS_WHOLE)
         assert await tab.text(".assistant .text") == ANSWER
         served = await tab.text(".served")
@@ -209,13 +209,15 @@ async def test_stop_ends_the_answer_in_the_engine(start: Callable[..., Service],
         assert "stopped" in await tab.text("#requests")
 
 
-async def test_it_asks_for_a_key_and_keeps_it_in_the_session_alone(start: Callable[..., Service], tab: Tab) -> None:
+async def test_the_page_asks_for_a_key_and_keeps_it_only_in_the_session(
+    start: Callable[..., Service], tab: Tab
+) -> None:
     service = start(Role.UNIFIED, api_keys=["right"])
     async with service.over_tcp() as url:
         await tab.open(url)
         await tab.until("document.querySelector('#verdict strong').innerText === 'An API key is needed'")
         assert await tab.evaluate("document.activeElement.id") == "key"
-        assert await tab.text("#fleet") == await tab.text("#verdict"), "no empty panels"
+        assert await tab.text("#fleet") == await tab.text("#verdict"), "without a key there must be no empty panels"
         await tab.write("wrong")
         await tab.press("Enter", "\r")
         await tab.until("document.querySelector('#verdict strong').innerText === 'The API key is not valid'")
@@ -228,7 +230,7 @@ async def test_it_asks_for_a_key_and_keeps_it_in_the_session_alone(start: Callab
         assert await tab.evaluate("Object.values({...sessionStorage}).join()") == "right"
 
 
-async def test_a_hidden_page_asks_nothing(start: Callable[..., Service], tab: Tab) -> None:
+async def test_a_hidden_page_sends_no_requests(start: Callable[..., Service], tab: Tab) -> None:
     service = start(Role.UNIFIED)
     hide = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true});"
     tell = " document.dispatchEvent(new Event('visibilitychange'));"
@@ -237,7 +239,7 @@ async def test_a_hidden_page_asks_nothing(start: Callable[..., Service], tab: Ta
         await tab.until("document.querySelector('#live').innerText === 'live'")
         await tab.evaluate(hide % "true" + tell)
         await tab.until("document.querySelector('#live').innerText === 'paused'")
-        await asyncio.sleep(0.2)  # what was under way has ended
+        await asyncio.sleep(0.2)  # let pending requests end
         asked = 'baton_http_responses_total{route="/v1/cluster/ranks",status="200"}'
         before = (await service.metrics())[asked]
         await asyncio.sleep(2.5)
@@ -248,7 +250,7 @@ async def test_a_hidden_page_asks_nothing(start: Callable[..., Service], tab: Ta
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_it_fits_each_width_in_both_themes(start: Callable[..., Service], tab: Tab, theme: str) -> None:
+async def test_the_page_fits_each_width_in_both_themes(start: Callable[..., Service], tab: Tab, theme: str) -> None:
     service = failing(start)
     async with service.over_tcp() as url:
         await tab.look(theme=theme)
@@ -262,7 +264,7 @@ async def test_it_fits_each_width_in_both_themes(start: Callable[..., Service], 
             assert await tab.evaluate(shown) == (2 if width == WIDTHS[0] else 1)
 
 
-async def test_the_chosen_theme_stays(start: Callable[..., Service], tab: Tab) -> None:
+async def test_the_chosen_theme_is_kept(start: Callable[..., Service], tab: Tab) -> None:
     service = start(Role.UNIFIED)
     async with service.over_tcp() as url:
         await tab.open(url)
@@ -273,7 +275,7 @@ async def test_the_chosen_theme_stays(start: Callable[..., Service], tab: Tab) -
         await tab.until("document.documentElement.dataset.theme === 'dark'")
 
 
-async def test_every_control_is_reached_by_the_keyboard_and_named(start: Callable[..., Service], tab: Tab) -> None:
+async def test_every_control_has_a_name_and_can_be_reached_by_keyboard(start: Callable[..., Service], tab: Tab) -> None:
     service = start(Role.UNIFIED)
     async with service.over_tcp() as url:
         await tab.open(url)

@@ -1,4 +1,4 @@
-"""The page at `/` with an operator's key: engines are drained and requests ended, after a question."""
+"""The page at `/` with an operator's key: after a confirmation it drains engines and ends requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def service(start: Callable[..., Service], operator: RecordingOperator, tm
 
 @asynccontextmanager
 async def opened(service: Service, tab: Tab, key: str) -> AsyncIterator[None]:
-    """Open the page, and type a key in."""
+    """Open the page, and enter a key."""
     async with service.over_tcp() as url:
         await tab.open(url)
         await tab.until("document.activeElement.id === 'key'")
@@ -49,12 +49,12 @@ async def opened(service: Service, tab: Tab, key: str) -> AsyncIterator[None]:
 
 
 async def outcome(tab: Tab, place: str) -> tuple[str, str]:
-    """Wait for what came of an order, and return its level and text."""
+    """Wait for the message about the result of an action, and return its level and text."""
     await tab.until(f"document.querySelector('{place}').innerText")
     return await tab.evaluate(f"document.querySelector('{place}').dataset.level"), await tab.text(place)
 
 
-async def test_a_client_sees_nothing_of_what_operators_may_do(service: Service, tab: Tab) -> None:
+async def test_a_client_sees_no_controls_of_operators(service: Service, tab: Tab) -> None:
     async with opened(service, tab, CLIENT):
         assert await tab.evaluate("document.querySelectorAll('[data-drain]').length") == 0
         assert await tab.evaluate("document.querySelector('#abort').offsetParent === null")
@@ -68,7 +68,7 @@ async def test_without_keys_nobody_is_an_operator(start: Callable[..., Service],
         assert await tab.evaluate("document.querySelectorAll('[data-drain]').length") == 0
 
 
-async def test_another_key_takes_the_buttons_away(service: Service, tab: Tab) -> None:
+async def test_a_key_without_the_right_hides_the_buttons(service: Service, tab: Tab) -> None:
     async with opened(service, tab, ADMIN):
         assert await tab.evaluate("document.querySelectorAll('[data-drain]').length") == 3
         assert await tab.text("#key-button") == "Admin key"
@@ -82,7 +82,9 @@ async def test_another_key_takes_the_buttons_away(service: Service, tab: Tab) ->
         await tab.until("document.querySelector('#abort').offsetParent === null")
 
 
-async def test_an_engine_is_drained_after_a_question(service: Service, tab: Tab, operator: RecordingOperator) -> None:
+async def test_an_engine_is_drained_after_a_confirmation(
+    service: Service, tab: Tab, operator: RecordingOperator
+) -> None:
     async with opened(service, tab, ADMIN):
         await tab.click(FIRST)
         await tab.until(IS_ASKED)
@@ -99,7 +101,7 @@ async def test_an_engine_is_drained_after_a_question(service: Service, tab: Tab,
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("leave", ["#confirm-no", "Escape", "Enter"])
-async def test_a_question_that_is_not_answered_with_yes_changes_nothing(
+async def test_a_cancelled_confirmation_changes_nothing(
     service: Service, tab: Tab, operator: RecordingOperator, leave: str
 ) -> None:
     async with opened(service, tab, ADMIN):
@@ -110,13 +112,15 @@ async def test_a_question_that_is_not_answered_with_yes_changes_nothing(
         else:
             await tab.press(leave, "\r" if leave == "Enter" else "")
         await tab.until(f"!{IS_ASKED}")
-        assert await tab.evaluate("document.activeElement.dataset.drain") == "0"  # where the keyboard was
+        assert (
+            await tab.evaluate("document.activeElement.dataset.drain") == "0"
+        )  # the focus must be on the same button again
         await asyncio.sleep(0.2)
         assert operator.drained == []
         assert await tab.text("#drain-outcome") == ""
 
 
-async def test_the_keyboard_alone_drains(service: Service, tab: Tab, operator: RecordingOperator) -> None:
+async def test_an_engine_can_be_drained_by_keyboard(service: Service, tab: Tab, operator: RecordingOperator) -> None:
     async with opened(service, tab, ADMIN):
         await tab.evaluate(f'document.querySelector("{FIRST}").focus()')
         await tab.press("Enter", "\r")
@@ -129,7 +133,7 @@ async def test_the_keyboard_alone_drains(service: Service, tab: Tab, operator: R
         assert operator.drained == [0]
 
 
-async def test_the_question_says_what_the_last_engine_of_its_kind_means(service: Service, tab: Tab) -> None:
+async def test_the_confirmation_warns_about_the_last_engine_of_its_kind(service: Service, tab: Tab) -> None:
     async with opened(service, tab, ADMIN):
         await tab.click("[data-drain='2']")
         await tab.until(IS_ASKED)
@@ -139,7 +143,7 @@ async def test_the_question_says_what_the_last_engine_of_its_kind_means(service:
         assert (level, text.startswith("Refused with 400: 'rank': there is no rank 2 now")) == ("bad", True)
 
 
-async def test_an_engine_that_has_been_replaced_meanwhile_is_left_alone(
+async def test_an_engine_that_has_been_replaced_meanwhile_is_not_drained(
     service: Service, tab: Tab, operator: RecordingOperator
 ) -> None:
     async with opened(service, tab, ADMIN):
@@ -152,12 +156,12 @@ async def test_an_engine_that_has_been_replaced_meanwhile_is_left_alone(
         assert operator.drained == []
 
 
-async def test_a_right_that_was_taken_back_is_told_and_the_buttons_go(
+async def test_after_a_right_was_revoked_the_page_says_so_and_hides_the_buttons(
     service: Service, tab: Tab, tmp_path: Path, operator: RecordingOperator
 ) -> None:
     async with opened(service, tab, ADMIN):
         (tmp_path / "keys").write_text(f"{CLIENT}\n{ADMIN}\n")
-        await asyncio.sleep(1.1)  # the file is looked at once a second
+        await asyncio.sleep(1.1)  # the gateway checks the file once a second
         await tab.click(FIRST)
         await tab.until(IS_ASKED)
         await tab.click("#confirm-yes")
@@ -167,7 +171,7 @@ async def test_a_right_that_was_taken_back_is_told_and_the_buttons_go(
         assert operator.drained == []
 
 
-async def test_a_request_is_ended_by_its_id_after_a_question(service: Service, tab: Tab) -> None:
+async def test_a_request_is_ended_by_its_id_after_a_confirmation(service: Service, tab: Tab) -> None:
     for engine in service.cluster.members:
         engine.step_s = 0.05
     headers = {"authorization": f"Bearer {CLIENT}", "x-request-id": "theirs"}
@@ -175,7 +179,7 @@ async def test_a_request_is_ended_by_its_id_after_a_question(service: Service, t
         asked = asyncio.create_task(service.http.post("/v1/completions", json=LONG, headers=headers))
         await until(lambda: sum(view.outstanding for view in service.cluster.engines()))
         await tab.click("#abort")
-        assert not await tab.evaluate(IS_ASKED)  # there is no id yet
+        assert not await tab.evaluate(IS_ASKED)  # without an id there must be no confirmation
         await tab.evaluate("document.querySelector('#request-id').focus()")
         await tab.write("theirs")
         await tab.click("#abort")
@@ -194,7 +198,7 @@ async def test_a_request_is_ended_by_its_id_after_a_question(service: Service, t
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_it_fits_each_width_in_both_themes(service: Service, tab: Tab, theme: str) -> None:
+async def test_the_operators_page_fits_each_width_in_both_themes(service: Service, tab: Tab, theme: str) -> None:
     async with opened(service, tab, ADMIN):
         for width in WIDTHS:
             await check_fit(tab, width, theme)

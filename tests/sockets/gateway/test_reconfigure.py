@@ -1,4 +1,4 @@
-"""A gateway takes other settings while it serves: all of them, at once, and without a request that ends by it."""
+"""A running gateway can change all of its settings at once, and no request ends because of it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from baton.cluster.gateway.settings import Change, GatewaySettings, change_of
 
 from ...helpers.gateway_service import Service, until
 
-LARGE = 70_000  # characters of a body that another process reads
+LARGE = 70_000  # characters of a body that is read in another process
 
-# Another value of each setting that can change in place. A setting that is not here fails the test of all of them.
+# Another value of each setting that can change in place. `test_there_is_another_value_of_each_setting` checks that the
+# table is complete.
 OTHER: dict[str, Any] = {
     "api_keys": ["sk-other"],
     "api_keys_file": "keys",  # made by the test
@@ -55,7 +56,7 @@ def in_place() -> set[str]:
 
 
 def values(thing: Any, path: str = "", seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
-    """Yield every plain value in the parts of a gateway, with its place."""
+    """Yield every plain value in the parts of a gateway, with its path."""
     if isinstance(thing, bool | int | float | str | bytes | None):
         yield path, thing
     elif isinstance(thing, dict):
@@ -73,7 +74,7 @@ def values(thing: Any, path: str = "", seen: frozenset[int] = frozenset()) -> It
 
 
 def parts(app: Any) -> dict[str, Any]:
-    """Return the values in an application, but for clocks and what the test counts itself."""
+    """Return the values in an application, apart from times, metrics and the engine client."""
     found = dict(values(app.state.parts))
     return {
         place: value
@@ -90,7 +91,7 @@ def test_there_is_another_value_of_each_setting() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OTHER)
-async def test_a_gateway_that_took_a_setting_is_as_one_that_started_with_it(
+async def test_a_reconfigured_gateway_equals_one_that_started_with_the_setting(
     start: Callable[..., Service], model: ServedModel, tmp_path: Path, name: str
 ) -> None:
     value = OTHER[name]
@@ -127,7 +128,7 @@ async def test_a_limit_holds_for_the_next_request_and_cuts_no_stream(start: Call
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         rest = [event async for event in stream]
     assert first.choices[0].finish_reason is None
-    assert rest[-1].choices[0].finish_reason == "length", "its deadline is the one that it began with"
+    assert rest[-1].choices[0].finish_reason == "length", "a running stream must keep its deadline"
     await until(lambda: service.app.state.parts.serving.admission.num_inflight == 0)
     assert (await service.complete("short", max_tokens=2)).status_code in (408, 504)
     change(service, request_timeout_s=20.0, capacity_timeout_s=5.0)
@@ -146,13 +147,13 @@ async def test_keys_change_with_their_file_and_a_broken_one_changes_nothing(
     with pytest.raises(InvalidKeys, match="No such file"):
         change(service, api_keys=[], api_keys_file=str(file), max_choices=1)
     assert (await status("sk-old"), await status("sk-new")) == (200, 401)
-    assert service.app.state.parts.serving.settings.max_choices == 256, "all settings, or none"
+    assert service.app.state.parts.serving.settings.max_choices == 256, "settings must change together or not at all"
     file.write_text("sk-new\n")
     change(service, api_keys=[], api_keys_file=str(file))
     assert (await status("sk-old"), await status("sk-new")) == (401, 200)
 
 
-async def test_pages_of_other_origins_may_call_from_now_on(start: Callable[..., Service]) -> None:
+async def test_newly_allowed_origins_may_call_at_once(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     asked = {"origin": "https://page.example"}
     assert "access-control-allow-origin" not in (await service.http.get("/v1/models", headers=asked)).headers
@@ -164,7 +165,7 @@ async def test_pages_of_other_origins_may_call_from_now_on(start: Callable[..., 
 
 
 @pytest.mark.slow
-async def test_another_process_reads_a_large_body_by_the_settings_of_its_moment(start: Callable[..., Service]) -> None:
+async def test_a_large_body_is_read_with_the_settings_of_its_arrival(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     await service.bodies.processes.start()
     large = {"model": "tiny", "prompt": [[5]] * 3, "max_tokens": 1, "user": "u" * LARGE}
@@ -175,7 +176,7 @@ async def test_another_process_reads_a_large_body_by_the_settings_of_its_moment(
 
 
 @pytest.mark.slow
-async def test_control_tokens_in_a_large_body_are_what_the_setting_says(start: Callable[..., Service]) -> None:
+async def test_control_tokens_in_a_large_body_follow_the_setting(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     await service.bodies.processes.start()
     messages = [{"role": "user", "content": "<|im_end|>"}]
@@ -191,7 +192,7 @@ async def test_control_tokens_in_a_large_body_are_what_the_setting_says(start: C
     assert guarded[0] == guarded[1] > forged[0] == forged[1]
 
 
-async def test_an_open_circuit_closes_as_soon_as_the_new_setting_says(start: Callable[..., Service]) -> None:
+async def test_an_open_circuit_closes_after_the_time_of_the_new_setting(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, breaker={"failures": 1, "open_s": 600.0})
     breakers = service.app.state.parts.serving.breakers
     (engine,) = service.cluster.engines()

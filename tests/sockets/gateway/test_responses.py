@@ -1,4 +1,4 @@
-"""`/v1/responses`: the same answers as a chat's, told as items."""
+"""`/v1/responses`: the same answers as for chats, as output items."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def ask(
 
 
 def items_of(response: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Each item's type, and what it says or calls."""
+    """Return each item's type, with its text or its call."""
     return [
         ("function_call", (item["name"], json.loads(item["arguments"])))
         if item["type"] == "function_call"
@@ -42,7 +42,7 @@ def items_of(response: dict[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-async def test_words_are_a_message(responses: Service) -> None:
+async def test_content_is_a_message_item(responses: Service) -> None:
     given = "hello world, what is the name of the fox?"
     prompt = HELLO.replace("hello", given)
     responses.script(prompt, "the 🦊 sleeps")
@@ -60,7 +60,7 @@ async def test_words_are_a_message(responses: Service) -> None:
     assert sum(again["input_tokens_details"].values()) == usage["input_tokens"]
 
 
-async def test_a_stream_of_words(responses: Service) -> None:
+async def test_a_stream_of_content_has_one_message_item(responses: Service) -> None:
     responses.script(HELLO, "the 🦊 sleeps")
     events = stream(await ask(responses, stream=True))
     assert names(events) == ["created", "in_progress", *MESSAGE, *DONE, "completed"]
@@ -69,7 +69,7 @@ async def test_a_stream_of_words(responses: Service) -> None:
     assert events[0]["response"]["usage"] is None
 
 
-async def test_a_stream_of_thoughts_words_and_calls(responses: Service) -> None:
+async def test_a_stream_has_items_of_reasoning_content_and_calls(responses: Service) -> None:
     responses.script("cut fold " + HELLO, f"<think>\nthe fox?\n</think>\n\nWell.\n{CUT}\n{FOLD}")
     events = stream(await ask(responses, stream=True, tools=TOOLS))
     begun = ["created", "in_progress"]
@@ -80,14 +80,14 @@ async def test_a_stream_of_thoughts_words_and_calls(responses: Service) -> None:
     assert len({item["call_id"] for item in events[-1]["response"]["output"][2:]}) == 2
 
 
-async def test_the_whole_answer_is_what_the_stream_ends_with(responses: Service) -> None:
+async def test_the_whole_answer_equals_the_end_of_the_stream(responses: Service) -> None:
     responses.script("cut fold " + HELLO, f"<think>the fox?</think>Well.\n{CUT}")
     named = {"x-request-id": "r1"}
     streamed = stream(await ask(responses, stream=True, tools=TOOLS, headers=named))[-1]["response"]
     at_once = whole(await ask(responses, tools=TOOLS, headers=named))
     for response in (streamed, at_once):
         response["created_at"] = response["completed_at"] = response["usage"]["input_tokens_details"] = None
-        response["output"][-1].pop("call_id")  # made of the time, too
+        response["output"][-1].pop("call_id")  # depends on the time
     assert at_once == streamed
     assert at_once["id"] == "resp_r1"
     assert at_once["tools"][0] == {
@@ -133,7 +133,7 @@ async def test_a_call_before_the_one_that_is_cut_off_is_complete(responses: Serv
     [(f"{CUT}\n{FOLD.partition('}')[0]}", {}), (f"{CUT}\n{FOLD}", {"stop": "2"})],
     ids=["by the model", "by a stop string"],
 )
-async def test_a_call_that_is_not_ended_is_incomplete_in_an_answer_that_is(
+async def test_an_unfinished_call_is_incomplete_in_a_complete_answer(
     responses: Service, answer: str, fields: dict[str, Any]
 ) -> None:
     responses.script("cut fold " + HELLO, answer)
@@ -148,16 +148,14 @@ async def test_a_call_that_is_not_ended_is_incomplete_in_an_answer_that_is(
 
 
 @pytest.mark.parametrize(("answer", "before"), [("", []), ("<think>the dog</think>", [("reasoning", "the dog")])])
-async def test_an_answer_without_a_word_has_an_empty_message(
-    responses: Service, answer: str, before: list[Any]
-) -> None:
+async def test_an_empty_answer_has_an_empty_message(responses: Service, answer: str, before: list[Any]) -> None:
     responses.script(HELLO, answer)
     events = stream(await ask(responses, stream=True))
     assert items_of(events[-1]["response"]) == [*before, ("message", "")]
     assert items_of(whole(await ask(responses))) == [*before, ("message", "")]
 
 
-async def test_log_probabilities_are_those_of_the_words(responses: Service) -> None:
+async def test_log_probabilities_are_those_of_the_content(responses: Service) -> None:
     responses.script("cut fold " + HELLO, f"<think>the 🦊?</think>\n\nWell, the 🦊.\n{CUT}")
     include = ["message.output_text.logprobs", "reasoning.encrypted_content"]
     events = stream(await ask(responses, stream=True, tools=TOOLS, include=include, top_logprobs=2))
@@ -219,7 +217,7 @@ async def test_items_become_the_turns_of_a_chat(start: Callable[..., Service], t
     assert service.tokenizer.decode(prompt, skip_special_tokens=False) == CONVERSATION_TEXT
 
 
-async def test_what_was_answered_can_be_sent_back(responses: Service) -> None:
+async def test_the_items_of_an_answer_can_be_sent_back(responses: Service) -> None:
     responses.script("cut fold " + HELLO, f"<think>the fox?</think>Well.\n{CUT}")
     first = whole(await ask(responses, tools=TOOLS, top_logprobs=1))
     call = first["output"][-1]
@@ -230,8 +228,8 @@ async def test_what_was_answered_can_be_sent_back(responses: Service) -> None:
     assert items_of(whole(await ask(responses, told, tools=TOOLS))) == [("message", "cut")]
 
 
-async def test_calls_that_must_come_fit_their_schema(responses: Service) -> None:
-    """By a model that thinks first, and then would write anything."""
+async def test_required_calls_fit_their_schema(responses: Service) -> None:
+    """Only the grammar makes calls fit: the model reasons first, and then writes random tokens."""
     responses.script("cut fold " + HELLO, "<think>the fox?</think>\n\n", end=False)
     chosen = {"type": "function", "name": "fold"}
     for choice in ("required", chosen):
@@ -244,7 +242,7 @@ async def test_calls_that_must_come_fit_their_schema(responses: Service) -> None
         assert (response["tool_choice"], response["parallel_tool_calls"]) == (choice, False)
 
 
-async def test_answers_fit_what_text_must_be(responses: Service) -> None:
+async def test_answers_fit_the_requested_text_format(responses: Service) -> None:
     responses.script(HELLO, "<think>the fox?</think>\n\n", end=False)
     wanted = {"type": "json_schema", "name": "size", "schema": SIZE, "strict": True}
     response = whole(await ask(responses, text={"format": wanted}))
@@ -256,7 +254,7 @@ async def test_answers_fit_what_text_must_be(responses: Service) -> None:
     assert plain["text"] == {"format": {"type": "text"}}
 
 
-async def test_an_effort_is_the_templates_business(
+async def test_an_effort_is_passed_to_the_template(
     start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer
 ) -> None:
     for template, effort, shown in ((EFFORT, "high", "effort high"), (SWITCH, "none", "no thoughts")):
@@ -271,7 +269,7 @@ async def test_an_effort_is_the_templates_business(
     assert (refused["param"], refused["code"]) == ("reasoning.effort", "unsupported_parameter")
 
 
-async def test_what_happens_after_the_first_byte_is_told_by_the_response(start: Callable[..., Service]) -> None:
+async def test_failures_after_the_first_byte_are_in_the_response(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, capacity_timeout_s=0.1)
     service.script_chat("hello", "the fox jumps over the lazy dog")
     service.cluster.members[0].die_after_tokens = 4
@@ -286,7 +284,7 @@ async def test_what_happens_after_the_first_byte_is_told_by_the_response(start: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("roles", [[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
-async def test_a_stream_goes_on_at_another_gateway_with_the_next_number(
+async def test_a_stream_continues_at_another_gateway_with_the_next_sequence_number(
     start: Callable[..., Service], thinker: ServedModel, roles: list[Role]
 ) -> None:
     first, second = start(Role.UNIFIED, served=thinker), start(*roles, served=thinker)
@@ -307,7 +305,7 @@ async def test_a_stream_goes_on_at_another_gateway_with_the_next_number(
         assert rest == events[number + 1 :]
 
 
-async def test_a_timeline_comes_with_the_last_event(responses: Service) -> None:
+async def test_the_timeline_comes_with_the_last_event(responses: Service) -> None:
     responses.script(HELLO, "the dog")
     (timeline,) = stream(await ask(responses, stream=True, baton_timeline=True))[-1]["response"]["baton_timeline"]
     (at_once,) = whole(await ask(responses, baton_timeline=True))["baton_timeline"]
@@ -315,7 +313,7 @@ async def test_a_timeline_comes_with_the_last_event(responses: Service) -> None:
     assert "baton_timeline" not in whole(await ask(responses))
 
 
-async def test_a_deadline_holds_and_engines_hear_of_clients_that_leave(responses: Service) -> None:
+async def test_a_deadline_ends_a_request_and_a_disconnect_aborts_it(responses: Service) -> None:
     for engine in responses.cluster.members:
         engine.step_s = 0.02
     late = await ask(responses, headers={"request-timeout-ms": "60"}, ignore_eos=True)
@@ -331,7 +329,7 @@ async def test_a_deadline_holds_and_engines_hear_of_clients_that_leave(responses
     await responses.cluster.settled()
 
 
-async def test_responses_are_requests_like_others(start: Callable[..., Service]) -> None:
+async def test_responses_share_limits_paths_and_metrics_with_other_requests(start: Callable[..., Service]) -> None:
     service = start(Role.PREFILL, Role.DECODE, api_keys=["right"], max_inflight_per_key=1)
     assert (await ask(service)).status_code == 401
     headers = {"authorization": "Bearer right", "x-request-id": "abc", "X-data-parallel-rank": "7"}

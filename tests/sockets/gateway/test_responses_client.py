@@ -29,7 +29,7 @@ async def scripted(responses: Service) -> Service:
     return responses
 
 
-async def test_a_streamed_response_is_the_whole_one_in_parts(scripted: Service) -> None:
+async def test_a_streamed_response_equals_the_whole_one(scripted: Service) -> None:
     async with scripted.openai() as client:
         whole = await client.responses.create(model="tiny", input="hello", store=False)
         assert (whole.output_text, whole.status) == (ANSWER, "completed")
@@ -56,7 +56,7 @@ async def test_the_tokens_of_a_prompt_are_counted_without_an_answer(scripted: Se
             await client.responses.input_tokens.count(input="hello", previous_response_id="resp_1")
 
 
-async def test_its_stream_puts_the_items_together(scripted: Service) -> None:
+async def test_the_clients_stream_assembles_the_items(scripted: Service) -> None:
     async with scripted.openai() as client:
         async with client.responses.stream(model="tiny", input="hello", tools=TOOLS) as stream:
             snapshots = [event.snapshot async for event in stream if event.type == "response.output_text.delta"]
@@ -66,7 +66,7 @@ async def test_its_stream_puts_the_items_together(scripted: Service) -> None:
         assert json.loads(final.output[1].arguments) == {"size": 1}
 
 
-async def test_answers_are_parsed_as_what_was_asked_for(scripted: Service) -> None:
+async def test_answers_are_parsed_to_the_requested_type(scripted: Service) -> None:
     scripted.script(HELLO.replace("hello", "how long?"), "<think>the fox?</think>\n\n", end=False)
     async with scripted.openai() as client:
         parsed = await client.responses.parse(model="tiny", input="how long?", text_format=Piece)
@@ -90,7 +90,7 @@ async def test_a_call_is_answered_by_sending_all_items_back(scripted: Service) -
         assert (await client.responses.create(model="tiny", input=told, tools=TOOLS)).output_text == "cut"
 
 
-async def test_headers_and_refusals_are_as_ever(scripted: Service) -> None:
+async def test_headers_and_refusals_are_those_of_other_routes(scripted: Service) -> None:
     async with scripted.openai() as client:
         answer = await client.responses.with_raw_response.create(
             model="tiny", input="hello", extra_headers={"x-request-id": "abc"}

@@ -1,4 +1,4 @@
-"""Schemathesis reads `/openapi.json` and sends what it makes of it: every answer is as the document says."""
+"""Schemathesis generates requests from `/openapi.json`: every answer must fit the document."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ...helpers.recording_operator import RecordingOperator
 KEY = "right"
 DEADLINES = (WHOLE_HEADER, FIRST_TOKEN_HEADER)
 PATHS = sorted({operation.path for operation in OPERATIONS})
-CASES, SECONDS = 40, 10  # of each operation and kind of case
+CASES, SECONDS = 40, 10  # limits for each operation and kind of case
 AS_DOCUMENTED: list[schemathesis.CheckFunction] = [
     schemathesis.checks.not_a_server_error,
     checks.status_code_conformance,
@@ -35,7 +35,7 @@ AS_DOCUMENTED: list[schemathesis.CheckFunction] = [
     checks.unsupported_method,
     checks.ignored_auth,
 ]
-# Whatever violates the schema of a body is refused.
+# Every body that violates its schema must be refused.
 REFUSES = [*AS_DOCUMENTED, checks.negative_data_rejection]
 
 
@@ -45,7 +45,7 @@ REFUSES = [*AS_DOCUMENTED, checks.negative_data_rejection]
 async def test_every_answer_is_as_documented(
     start: Callable[..., Service], thinker: ServedModel, grammars: XGrammarBackend, tmp_path: Path, path: str
 ) -> None:
-    """Cases that fit the document, and cases that do not: no 5xx, no status, header or body that it does not have."""
+    """Valid and invalid requests get no 5xx, and no status, header or body that the document does not have."""
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY} admin")
     operator = RecordingOperator()
@@ -64,7 +64,7 @@ def _send(operation: schemathesis.APIOperation, mode: GenerationMode, url: str) 
     sent, end_s = 0, time.monotonic() + SECONDS
     is_body = bool(operation.definition.raw.get("requestBody"))
     if mode.is_negative and not is_body:
-        return 0  # headers and queries are texts, and any text is one
+        return 0  # headers and queries are strings, so no value violates the schema
 
     @seed(7)
     @settings(
@@ -80,7 +80,7 @@ def _send(operation: schemathesis.APIOperation, mode: GenerationMode, url: str) 
         if time.monotonic() > end_s:
             return
         sent += 1
-        for name in DEADLINES if mode.is_negative else ():  # else a 408 may come before what is wrong is found
+        for name in DEADLINES if mode.is_negative else ():  # otherwise a 408 may come before the refusal
             case.headers.pop(name, None)
         case.call_and_validate(
             base_url=url,

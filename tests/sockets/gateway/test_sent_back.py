@@ -1,4 +1,4 @@
-"""Answers as the official client keeps them can be sent back as an earlier turn, in every format."""
+"""Answers in the official client's types can be sent back as an earlier turn, in every format."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Piece(BaseModel):
 
 @dataclass(frozen=True)
 class Turn:
-    """A model's output, and its template's rendering in the next prompt: `{0}` is the id of the first call."""
+    """A model's output and its rendering in the next prompt, in which `{0}` is the id of the first call."""
 
     written: str
     rendered: str
-    chat: dict[str, Any] = field(default_factory=dict)  # what was asked for
+    chat: dict[str, Any] = field(default_factory=dict)  # fields of the request
     response: dict[str, Any] = field(default_factory=dict)
     told: str = ""
 
@@ -59,7 +59,7 @@ TURNS = {
 
 
 def script(service: Service, turn: Turn, calls: list[str]) -> None:
-    """The conversation goes on with "cut" where its prompt holds the whole turn."""
+    """Script the turn, and the answer "cut" to a prompt that holds the whole turn."""
     returned = "".join("<|im_start|>tool\n1<|im_end|>\n" for _ in calls)
     earlier = f"{HELLO}{turn.rendered.format(*calls)}<|im_end|>\n{returned}"
     service.script(f"{earlier}{HELLO}", "cut")
@@ -68,7 +68,7 @@ def script(service: Service, turn: Turn, calls: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", TURNS)
-async def test_the_message_of_a_chat(responses: Service, name: str, form: str) -> None:
+async def test_the_message_of_a_chat_can_be_sent_back(responses: Service, name: str, form: str) -> None:
     turn = TURNS[name]
     responses.script(turn.told + HELLO, turn.written)
     async with responses.openai() as client:
@@ -85,7 +85,7 @@ async def test_the_message_of_a_chat(responses: Service, name: str, form: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", TURNS)
-async def test_the_items_of_a_response(responses: Service, name: str, form: str) -> None:
+async def test_the_items_of_a_response_can_be_sent_back(responses: Service, name: str, form: str) -> None:
     turn = TURNS[name]
     responses.script(turn.told + HELLO, turn.written)
     async with responses.openai() as client:
@@ -101,7 +101,7 @@ async def test_the_items_of_a_response(responses: Service, name: str, form: str)
 CALL: dict[str, Any] = {"id": "a", "function": {"name": "cut", "arguments": "{}"}}
 
 
-async def test_what_is_null_says_nothing_whatever_its_name(service: Service) -> None:
+async def test_null_fields_are_ignored_even_if_they_are_unknown(service: Service) -> None:
     part = {"type": "text", "text": "x", "mood": None}
     call = {**CALL, "mood": None, "function": {**CALL["function"], "mood": None}}
     said = {"role": "assistant", "content": [part], "tool_calls": [call], "mood": None}
@@ -122,7 +122,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG.values(), ids=WRONG)
-async def test_what_is_wrong_stays_refused_by_name(service: Service, fields: dict[str, Any], param: str) -> None:
+async def test_invalid_fields_of_earlier_turns_are_refused_by_name(
+    service: Service, fields: dict[str, Any], param: str
+) -> None:
     said = {"role": "assistant", "content": "x", **fields}
     body = {"model": "tiny", "messages": [USER, said]}
     response = await service.http.post("/v1/chat/completions", json=body)

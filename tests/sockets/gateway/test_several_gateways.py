@@ -1,4 +1,4 @@
-"""Several gateways that do not know of each other, and gateways that start anew, share the same engines."""
+"""Several gateways without knowledge of each other, and restarted gateways, share the same engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = list(range(20, 100))
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., WiredFleet]]:
-    """`start(Role.PREFILL, Role.DECODE, limits=...)`"""
+    """Return a function that starts a fleet: `start(Role.PREFILL, Role.DECODE, limits=...)`."""
     fleets: list[WiredFleet] = []
 
     def start_fleet(*roles: Role, **options: Any) -> WiredFleet:
@@ -38,7 +38,7 @@ def start() -> Iterator[Callable[..., WiredFleet]]:
 
 
 def users(fleet: WiredFleet, prompt: list[int]) -> list[str]:
-    """Engines that were asked for it, by rank."""
+    """Return the ids of the engines that got a request with this prompt, by rank."""
     return [
         engine.record.engine_id
         for engine in fleet.engines
@@ -46,10 +46,10 @@ def users(fleet: WiredFleet, prompt: list[int]) -> list[str]:
     ]
 
 
-async def test_a_burst_from_gateways_that_do_not_know_of_each_other_is_bounded_by_the_engines(
+async def test_engines_bound_a_burst_from_independent_gateways(
     start: Callable[..., WiredFleet],
 ) -> None:
-    """All of it is on its way before an engine can say a word."""
+    """All requests are sent before an engine can report its queue."""
     limits = QueueLimits(requests=3)
     fleet = start(U, U, limits=limits)
     async with fleet.gateway("one") as one, fleet.gateway("other") as other:
@@ -78,12 +78,12 @@ async def test_a_burst_from_gateways_that_do_not_know_of_each_other_is_bounded_b
         assert all(engine.stats().prompt_tokens <= 3 * (len(PROMPT) + 1) for engine in fleet.engines)
 
 
-async def test_what_one_engine_refuses_another_with_room_takes(start: Callable[..., WiredFleet]) -> None:
+async def test_a_request_that_one_engine_refuses_is_served_by_another(start: Callable[..., WiredFleet]) -> None:
     fleet = start(U, U, limits=QueueLimits(requests=1))
     async with fleet.gateway("one") as gateway:
         first, second = fleet.engines
         first.runs.clear()
-        await first.hang()  # its news are old: nothing waits there
+        await first.hang()  # its last status shows no waiting request
         pinned = [
             asyncio.create_task(gateway.http.post("/v1/completions", json=body(index), headers=pin(first)))
             for index in range(3)
@@ -126,7 +126,7 @@ def asked(name: str, **fields: Any) -> EngineRequest:
     return EngineRequest(request_id=name, prompt_token_ids=[9] * 40, sampling=SamplingParams(max_tokens=2), **fields)
 
 
-async def test_a_queue_of_long_prompts_is_full_by_their_tokens_and_what_others_began_is_always_taken(
+async def test_queue_limits_count_tokens_and_do_not_apply_to_continued_requests(
     start: Callable[..., WiredFleet],
 ) -> None:
     fleet = start(D, limits=QueueLimits(tokens=50))
@@ -135,11 +135,11 @@ async def test_a_queue_of_long_prompts_is_full_by_their_tokens_and_what_others_b
         engine.runs.clear()
         submit = gateway.client.submit
 
-        async def first_word(request: EngineRequest) -> EngineOutput:
+        async def first_output(request: EngineRequest) -> EngineOutput:
             return await asyncio.wait_for(anext(submit(engine.record, request)), 5)
 
         waiting = [submit(engine.record, asked(name, cache_salt=name)) for name in ("a", "b")]
-        refusal = await first_word(asked("c"))
+        refusal = await first_output(asked("c"))
         assert refusal.error is not None
         assert refusal.error.kind is ErrorKind.OVERLOADED
         assert "2 requests waiting, with 80 tokens" in refusal.error.message
@@ -157,7 +157,7 @@ async def test_a_queue_of_long_prompts_is_full_by_their_tokens_and_what_others_b
         await taken.aclose()
 
 
-async def test_a_gateway_that_starts_knows_from_the_engines_what_each_of_them_has_cached(
+async def test_a_new_gateway_learns_the_cached_blocks_from_the_engines(
     start: Callable[..., WiredFleet],
 ) -> None:
     fleet = start(*[U] * 4)
@@ -167,7 +167,7 @@ async def test_a_gateway_that_starts_knows_from_the_engines_what_each_of_them_ha
             await gateway.hear_that_all_are_idle()
             assert (await gateway.complete(prompt)).headers["x-baton-path"] == "unified; reason=least-loaded"
     homes = [users(fleet, prompt) for prompt in prompts]
-    assert len(set(map(tuple, homes))) > 1, "they are not all in one place"
+    assert len(set(map(tuple, homes))) > 1, "the prompts must not all be in one engine"
     async with fleet.gateway("one") as again, fleet.gateway("other") as other:
         for gateway, last in {again: 5, other: 6}.items():
             for prompt, home in zip(prompts, homes, strict=True):
@@ -198,14 +198,16 @@ async def test_a_session_reaches_the_same_pair_through_any_gateway_and_after_a_r
     async with fleet.gateway("one") as again:
         await turn(again, 3)
     assert all(len(its) == 1 for its in pairs.values()), pairs
-    assert all(len(pair) == 2 for its in pairs.values() for pair in its), "a prefill and a decode engine"
-    assert len({pair for its in pairs.values() for pair in its}) > 2, "sessions are spread"
+    assert all(len(pair) == 2 for its in pairs.values() for pair in its), (
+        "each turn must use a prefill and a decode engine"
+    )
+    assert len({pair for its in pairs.values() for pair in its}) > 2, "sessions must use different pairs"
 
 
-async def test_an_idle_engine_that_gets_work_says_so_to_gateways_that_have_nothing_in_it(
+async def test_an_idle_engine_that_gets_work_reports_it_to_other_gateways(
     start: Callable[..., WiredFleet],
 ) -> None:
-    """Before its step, which may be long: or each of them would send it the next prompt."""
+    """The engine must report before its step, which may be long, or other gateways would send it the next prompt."""
     fleet = start(U)
     (engine,) = fleet.engines
     async with fleet.gateway("one") as one, fleet.gateway("other") as other:
@@ -214,6 +216,6 @@ async def test_an_idle_engine_that_gets_work_says_so_to_gateways_that_have_nothi
         engine.hangs_at_work = True
         answer = asyncio.create_task(one.complete(PROMPT))
         await until(lambda: other.client.engines()[0].stats.num_waiting_tokens == len(PROMPT))
-        await until(lambda: not engine.moves.is_set())  # in the step, or on its way there
+        await until(lambda: not engine.moves.is_set())  # the engine has reached its step
         engine.moves.set()
         assert (await answer).status_code == 200

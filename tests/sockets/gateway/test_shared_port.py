@@ -1,4 +1,4 @@
-"""Gateways of one machine share a port, and come and go: whoever connects is answered by one of them."""
+"""Gateways of one machine share a port, start and end: every client that connects gets an answer from one of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWER_S = 10.0
 
 
 class Clients:
-    """Threads that connect, ask and are answered, over and over, each time over a connection of its own."""
+    """Threads that send requests in a loop, each request over a new connection."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -64,7 +64,7 @@ class Clients:
 
 
 async def gateway(service: Service, model: ServedModel, port: int) -> tuple[HttpServer, socket.socket]:
-    """One that listens, and at what."""
+    """Start a gateway, and return it with its listening socket."""
     drain, listener = Drain(), listen("127.0.0.1", port, share=True)
     server = HttpServer(
         create_app(service.cluster, model, GatewaySettings(), drain), drain, drain_s=0.0, drain_timeout_s=5.0
@@ -76,7 +76,7 @@ async def gateway(service: Service, model: ServedModel, port: int) -> tuple[Http
 
 
 @pytest.mark.slow
-async def test_no_connection_breaks_while_gateways_come_and_go(
+async def test_no_connection_breaks_while_gateways_start_and_end(
     start: Callable[..., Service], model: ServedModel
 ) -> None:
     service = start(Role.UNIFIED)
@@ -93,7 +93,7 @@ async def test_no_connection_breaks_while_gateways_come_and_go(
     assert clients.answered > ROUNDS
 
 
-async def test_a_connection_that_was_made_before_the_port_closed_may_still_ask(
+async def test_a_connection_made_before_the_port_closed_still_gets_an_answer(
     start: Callable[..., Service], model: ServedModel
 ) -> None:
     server, listener = await gateway(start(Role.UNIFIED), model, 0)
@@ -111,7 +111,7 @@ async def test_a_connection_that_was_made_before_the_port_closed_may_still_ask(
     await draining
 
 
-async def test_a_connection_over_which_nobody_asks_does_not_keep_a_gateway(
+async def test_an_idle_connection_does_not_keep_a_gateway_alive(
     start: Callable[..., Service], model: ServedModel
 ) -> None:
     server, listener = await gateway(start(Role.UNIFIED), model, 0)

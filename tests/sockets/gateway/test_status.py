@@ -1,4 +1,4 @@
-"""`baton status`, asked as people and programs ask, of a gateway that answers."""
+"""`baton status`, for people and for programs, with a gateway that answers and without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def status(url: str, *words: str) -> subprocess.CompletedProcess[str]:
     return await asyncio.to_thread(run_baton, "status", "--url", url, *words)
 
 
-async def test_programs_are_told_what_the_gateway_knows_and_whether_it_is_ready(service: Service) -> None:
+async def test_json_output_has_the_gateways_table_and_its_readiness(service: Service) -> None:
     async with service.over_tcp() as url:
         done = await status(url, "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -26,7 +26,7 @@ async def test_programs_are_told_what_the_gateway_knows_and_whether_it_is_ready(
     assert told == (await service.http.get("/v1/cluster/ranks")).json()
 
 
-async def test_the_exit_code_says_that_nobody_can_serve_and_the_output_who_is_there(
+async def test_without_a_serving_path_the_exit_code_is_an_error_and_the_output_lists_engines(
     start: Callable[..., Service],
 ) -> None:
     service = start(Role.PREFILL)
@@ -39,7 +39,7 @@ async def test_the_exit_code_says_that_nobody_can_serve_and_the_output_who_is_th
     assert [rank["role"] for rank in answer["data"]] == ["prefill"]
 
 
-async def test_where_no_gateway_answers_programs_read_nothing(start: Callable[..., Service]) -> None:
+async def test_without_a_gateway_the_json_output_is_empty(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, api_keys=["secret"])
     async with service.over_tcp() as url:
         refused = await status(url, "--json")
@@ -53,7 +53,7 @@ async def test_where_no_gateway_answers_programs_read_nothing(start: Callable[..
     assert "secret" not in taken.stdout
 
 
-async def test_a_server_of_another_kind_is_told_from_a_gateway() -> None:
+async def test_a_server_that_is_no_gateway_is_an_error() -> None:
     async def say_something_else(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\nconnection: close\r\n\r\n<html/>")

@@ -1,4 +1,4 @@
-"""Answers that must fit a grammar, over HTTP, through one engine and through a hand-off."""
+"""Structured outputs over HTTP, through one engine and through a hand-off."""
 
 from __future__ import annotations
 
@@ -55,12 +55,14 @@ async def structured(
 
 
 @pytest.mark.parametrize(("asked", "check"), KINDS.values(), ids=KINDS)
-async def test_answers_fit(structured: Service, asked: dict[str, Any], check: Callable[[str], object]) -> None:
+async def test_answers_fit_their_grammar(
+    structured: Service, asked: dict[str, Any], check: Callable[[str], object]
+) -> None:
     for seed in range(3):
         response = await structured.chat("hello", seed=seed, max_tokens=200, **asked)
         assert response.status_code == 200, response.text
         (choice,) = response.json()["choices"]
-        if choice["finish_reason"] == "length":  # spaces, of which a schema does not say how many
+        if choice["finish_reason"] == "length":  # the schema does not limit whitespace
             assert "response_format" in asked
             continue
         assert check(choice["message"]["content"]), choice
@@ -84,7 +86,7 @@ async def test_completions_and_streams_fit_too(structured: Service) -> None:
     assert text == whole[0]["text"]
 
 
-async def test_an_answer_goes_on_elsewhere_within_its_grammar(
+async def test_an_answer_continues_on_another_engine_within_its_grammar(
     start: Callable[..., Service], grammars: XGrammarBackend
 ) -> None:
     asked = {"structured_outputs": {"regex": "([a-f]{3}-){20}end"}, "seed": 5, "max_tokens": 200}
@@ -158,7 +160,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
 
 
 @pytest.mark.parametrize(("asked", "param", "reason"), REFUSED.values(), ids=REFUSED)
-async def test_what_cannot_be_kept_is_refused(
+async def test_constraints_that_cannot_be_enforced_are_refused(
     structured: Service, asked: dict[str, Any], param: str | None, reason: str
 ) -> None:
     response = await structured.chat("hello", **asked)
@@ -168,7 +170,7 @@ async def test_what_cannot_be_kept_is_refused(
     assert reason in error["message"]
     assert error["message"].endswith(".")
     assert not error["message"].endswith("..")
-    assert (await structured.chat("hello", max_tokens=2)).status_code == 200, "and nobody else notices"
+    assert (await structured.chat("hello", max_tokens=2)).status_code == 200, "other requests must still be served"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ async def test_a_field_that_an_engine_refuses_has_the_clients_name(
     assert error["message"] == ("is wrong" if param is None else f"'{param}' is wrong.")
 
 
-async def test_a_prompt_that_no_engine_can_hold_is_a_fault_of_the_messages(start: Callable[..., Service]) -> None:
+async def test_the_refusal_of_a_prompt_that_no_engine_can_hold_names_messages(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     service.cluster.members[0].refuse = EngineError(ErrorKind.TOO_LONG, "a prompt of 9 tokens is too long")
     body: dict[str, dict[str, Any]] = {
@@ -205,6 +207,6 @@ async def test_a_prompt_that_no_engine_can_hold_is_a_fault_of_the_messages(start
         assert (answer.status_code, answer.json()["error"]["param"]) == (413, param)
 
 
-async def test_text_may_be_asked_for(structured: Service) -> None:
+async def test_the_response_format_text_is_accepted(structured: Service) -> None:
     response = await structured.chat("hello", max_tokens=4, response_format={"type": "text"}, structured_outputs=None)
     assert response.status_code == 200

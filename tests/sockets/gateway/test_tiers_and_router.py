@@ -1,4 +1,4 @@
-"""Real engines with tiers, and a gateway that knows what is in them."""
+"""Real engines with tiers, and a gateway that knows the contents of the tiers."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ TIERS = TierSettings(host_bytes=8 << 20, min_tokens=64)
 
 
 def prompt(stem: int) -> list[int]:
-    """Nothing is common to those of two stems. Its last token is in no full block."""
+    """Return a prompt that shares nothing with those of other stems, and whose last token is in no full block."""
     return [stem + 3, *((stem + 5) * position % 250 + 5 for position in range(PROMPT_BLOCKS * BLOCK_SIZE))]
 
 
 class TieredEngine:
-    """Few blocks, and the host's memory behind them."""
+    """An engine with few blocks and a tier in host memory."""
 
     def __init__(self, rank: int, model: Path) -> None:
         config = EngineConfig.from_args(
@@ -140,7 +140,7 @@ def a_router() -> Router:
 
 
 def ranks_chosen(gateway: Gateway, tokens: list[int]) -> set[int]:
-    """For any of twenty requests."""
+    """Return the ranks that a router chooses for twenty requests with this prompt."""
     router, engines = a_router(), gateway.client.engines()
     routes = [router.route(engines, router.read(asked(tokens, f"r{number}"))) for number in range(20)]
     return {route.placement.engine.rank for route in routes if route is not None}
@@ -152,18 +152,20 @@ def found(gateway: Gateway, rank: int, tokens: list[int]) -> FoundPrefix:
     return cached.find_behind(names, cached.count_prefix(names))
 
 
-async def test_a_prefix_that_was_evicted_to_the_hosts_memory_draws_its_next_request(gateway: Gateway) -> None:
+async def test_a_prefix_that_was_evicted_to_host_memory_attracts_the_next_request(gateway: Gateway) -> None:
     tokens = [*prompt(0), 7]
-    for stem in range(4):  # two of them fill the pool
+    for stem in range(4):  # two prompts fill the pool
         await gateway.complete(prompt(stem), rank=0)
         await until(lambda stem=stem: gateway.tiers(0).blocks["host"] >= (stem + 1) * PROMPT_BLOCKS)
     await until(lambda: found(gateway, 0, tokens) == FoundPrefix(host=PROMPT_BLOCKS))
     assert found(gateway, 1, tokens) == FoundPrefix()
-    assert ranks_chosen(gateway, prompt(9)) == {0, 1}, "one is as idle as the other"
+    assert ranks_chosen(gateway, prompt(9)) == {0, 1}, "both engines must be equally idle"
     assert ranks_chosen(gateway, tokens) == {0}
 
     answer = await gateway.complete(tokens)
     await until(lambda: gateway.tiers(0).restored_tokens == PROMPT_BLOCKS * BLOCK_SIZE)
     await until(lambda: found(gateway, 0, tokens) == FoundPrefix(pool=PROMPT_BLOCKS))
-    assert gateway.tiers(0).restore_s.keys() == {"host"}, "what it took is told, too"
-    assert answer == await gateway.complete(tokens, rank=1), "which computes it"
+    assert gateway.tiers(0).restore_s.keys() == {"host"}, "the engine must report its restore times"
+    assert answer == await gateway.complete(tokens, rank=1), (
+        "the restored prefix must give the same answer as a computed one"
+    )

@@ -1,4 +1,4 @@
-"""The timeline of an answer: stamps of the gateway and of engines, whose parts add up to the latency."""
+"""The timeline of an answer: time stamps of the gateway and of engines, whose parts add up to the latency."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TWO_ENGINES = [*ARRIVAL, *PREFILL, "first_token", *HANDOFF, "last_token"]
 
 
 def parts_of(timeline: dict[str, Any]) -> dict[str, float]:
-    """By stamp, summed where one came again."""
+    """Return the seconds of each stamp, summed over its occurrences."""
     parts: dict[str, float] = {}
     for part in timeline["parts"]:
         parts[part["stamp"]] = parts.get(part["stamp"], 0.0) + part["part_s"]
@@ -46,7 +46,7 @@ def stamps_of(timeline: dict[str, Any]) -> list[str]:
 
 
 async def check_sums(service: Service, timelines: list[dict[str, Any]]) -> None:
-    """Check that parts add up, `timelines` being all that this gateway has answered."""
+    """Check that parts add up. `timelines` must be those of all answers of this gateway."""
     for timeline in timelines:
         assert all(part["part_s"] >= 0 for part in timeline["parts"])
         assert math.fsum(part["part_s"] for part in timeline["parts"]) == pytest.approx(timeline["latency_s"], abs=1e-9)
@@ -61,7 +61,7 @@ async def check_sums(service: Service, timelines: list[dict[str, Any]]) -> None:
 
 
 async def streamed(service: Service, **fields: Any) -> list[dict[str, Any]]:
-    """The timelines at the end of a stream, and nowhere else in it."""
+    """Return the timelines of a stream, after checking that only its end has them."""
     response = await service.complete(PROMPT, **FIELDS, stream=True, **fields)
     *chunks, last, done = events(response.text)
     assert done == "[DONE]"
@@ -84,7 +84,7 @@ async def of_response(service: Service) -> list[dict[str, Any]]:
 
 
 def kill_once(service: Service, after_tokens: int, *roles: Role) -> None:
-    """The first engine of these roles that has generated so many tokens, and no other."""
+    """Let the first engine of these roles that has generated so many tokens die, and no other."""
     members = [engine for engine in service.cluster.members if engine.record.role in roles]
 
     def spare_the_others() -> None:
@@ -113,7 +113,7 @@ async def test_the_parts_of_an_answer_add_up_to_its_latency(
     assert list(dict.fromkeys(engines)) == [engine.record.engine_id for engine in service.cluster.members]
 
 
-async def test_an_answer_that_was_begun_elsewhere_says_what_that_cost(start: Callable[..., Service]) -> None:
+async def test_the_timeline_shows_the_cost_of_a_failed_attempt(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, Role.UNIFIED)
     kill_once(service, 3, Role.UNIFIED)
     (timeline,) = await whole(service)
@@ -146,7 +146,7 @@ async def test_blocks_that_were_lost_count_as_a_failed_attempt(start: Callable[.
     await check_sums(service, [timeline])
 
 
-async def test_what_is_fetched_while_the_prompt_is_read_adds_nothing_to_the_latency(
+async def test_transfers_during_prefill_add_nothing_to_the_latency(
     start: Callable[..., Service],
 ) -> None:
     service = start()
@@ -162,8 +162,8 @@ async def test_what_is_fetched_while_the_prompt_is_read_adds_nothing_to_the_late
     await check_sums(service, [timeline])
 
 
-async def stand_still(engine: FakeEngine) -> None:
-    """Stop an engine until it has a request, and for a while then."""
+async def pause(engine: FakeEngine) -> None:
+    """Pause an engine until `WAIT_S` after it got a request."""
     engine.running.clear()
     await until(lambda: engine.submitted)
     await asyncio.sleep(WAIT_S)
@@ -178,10 +178,10 @@ async def hold_blocks(service: Service) -> None:
     service.cluster.wire.hold = False
 
 
-async def test_waiting_is_in_the_part_of_what_was_waited_for(start: Callable[..., Service]) -> None:
+async def test_each_wait_is_in_its_own_part(start: Callable[..., Service]) -> None:
     waits: dict[str, Callable[[Service], Awaitable[None]]] = {
-        "prefill_started": lambda service: stand_still(service.cluster.members[0]),
-        "claimed": lambda service: stand_still(service.cluster.members[1]),
+        "prefill_started": lambda service: pause(service.cluster.members[0]),
+        "claimed": lambda service: pause(service.cluster.members[1]),
         "pulled": hold_blocks,
     }
     for stamp, wait in waits.items():
@@ -191,7 +191,7 @@ async def test_waiting_is_in_the_part_of_what_was_waited_for(start: Callable[...
         await check_sums(service, [timeline])
 
 
-async def test_an_engine_may_have_a_request_before_it_is_sent_as_far_as_its_gateway_knows(
+async def test_an_engine_may_get_a_request_before_its_gateway_notes_that_it_was_sent(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = start(Role.UNIFIED)
@@ -207,7 +207,7 @@ async def test_an_engine_may_have_a_request_before_it_is_sent_as_far_as_its_gate
     assert parts_of(timeline)["prefill_started"] >= WAIT_S
 
 
-async def test_an_engine_that_is_missing_is_waited_for_in_the_part_routed(start: Callable[..., Service]) -> None:
+async def test_waiting_for_an_engine_is_in_the_part_routed(start: Callable[..., Service]) -> None:
     service = start()
     answer = asyncio.create_task(whole(service))
     await asyncio.sleep(WAIT_S)
@@ -217,7 +217,7 @@ async def test_an_engine_that_is_missing_is_waited_for_in_the_part_routed(start:
     await check_sums(service, [timeline])
 
 
-async def test_who_comes_during_a_long_step_waits_in_the_engine_and_not_on_the_way() -> None:
+async def test_a_request_during_a_long_step_waits_in_the_part_of_the_engine() -> None:
     fleet = WiredFleet(Role.UNIFIED)
     (engine,) = fleet.engines
     body = {"model": "tiny", "prompt": PROMPT, **FIELDS}
@@ -257,7 +257,7 @@ async def test_usage_comes_in_the_same_chunk(service: Service) -> None:
     assert (last["usage"]["completion_tokens"], len(last["baton_timeline"])) == (8, 1)
 
 
-async def test_who_does_not_ask_is_not_told_and_is_measured_all_the_same(service: Service) -> None:
+async def test_without_the_field_answers_have_no_timeline_and_are_still_measured(service: Service) -> None:
     quiet = {**FIELDS, "baton_timeline": False}
     responses = [await service.complete(PROMPT, **quiet), await service.complete(PROMPT, **quiet, stream=True)]
     assert not [response for response in responses if "timeline" in response.text]
@@ -266,7 +266,7 @@ async def test_who_does_not_ask_is_not_told_and_is_measured_all_the_same(service
     assert samples['baton_request_queue_time_seconds_count{model_name="tiny"}'] == 2
 
 
-async def test_an_answer_that_failed_is_in_no_part(start: Callable[..., Service]) -> None:
+async def test_failed_answers_are_not_in_the_metrics_of_parts(start: Callable[..., Service]) -> None:
     service = start(capacity_timeout_s=0.01)
     response: httpx.Response = await service.complete(PROMPT, **FIELDS)
     assert response.status_code == 503
@@ -281,7 +281,9 @@ async def attempt(start: Callable[..., Service]) -> Attempt:
 
 
 @pytest.mark.parametrize("age_s", [-5.0, math.inf, -math.inf, math.nan, 1e300])
-async def test_ages_that_cannot_be_stay_between_the_message_and_its_answer(attempt: Attempt, age_s: float) -> None:
+async def test_impossible_ages_are_clamped_to_the_time_between_message_and_answer(
+    attempt: Attempt, age_s: float
+) -> None:
     timeline = Timeline(9.0, 9.5)
     timeline.sent(attempt)
     timeline.note_stages(attempt, {Stage.QUEUED: age_s, Stage.STARTED: 0.5}, now_s=12.0)
@@ -293,17 +295,17 @@ async def test_ages_that_cannot_be_stay_between_the_message_and_its_answer(attem
     assert 1.0 <= queued.at_s <= 3.0
 
 
-async def test_a_stage_of_an_engine_is_as_long_ago_as_it_says_whatever_its_clock_shows(attempt: Attempt) -> None:
+async def test_stages_of_an_engine_are_placed_by_their_age_and_not_by_its_clock(attempt: Attempt) -> None:
     timeline = Timeline(9.0, 9.5)
     timeline.sent(attempt)
     timeline.note_stages(attempt, {Stage.QUEUED: 1.75, Stage.STARTED: 0.5}, now_s=12.0)
     timeline.note(Stamp.FIRST_TOKEN, 12.0)
     parts = {part.stamp: part.part_s for part in timeline.parts()}
-    assert parts[Stamp.PREFILL_QUEUED] == 0.25, "there and back: 2 s between message and answer, of which 1.75 there"
+    assert parts[Stamp.PREFILL_QUEUED] == 0.25, "of 2 s between message and answer, the engine accounts for 1.75"
     assert (parts[Stamp.PREFILL_STARTED], parts[Stamp.FIRST_TOKEN]) == (1.25, 0.5)
 
 
-async def test_nothing_is_noted_behind_the_last_token_but_the_last_byte() -> None:
+async def test_after_the_last_token_only_the_last_byte_is_noted() -> None:
     now_s = time.monotonic()
     timeline = Timeline(now_s, now_s)
     timeline.note(Stamp.LAST_TOKEN, now_s + 1)

@@ -1,4 +1,4 @@
-"""Functions that a model may ask its client to call."""
+"""Tool calls: functions that a model may ask its client to call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWO_CALLS = "\n".join(["Well.", call("cut", '{"size": 1}'), call("fold", '{"size
 
 
 @pytest.mark.slow
-async def test_calls_are_told_from_words(tools: Service) -> None:
+async def test_calls_are_separated_from_content(tools: Service) -> None:
     script(tools, TWO_CALLS)
     (choice,) = (await tools.chat("hello", tools=TOOLS)).json()["choices"]
     assert choice["message"]["content"] == "Well."
@@ -36,7 +36,7 @@ async def test_calls_are_told_from_words(tools: Service) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-async def test_a_stream_tells_a_calls_name_first_and_then_its_arguments_piece_by_piece(tools: Service) -> None:
+async def test_a_stream_sends_a_calls_name_first_and_then_its_arguments_in_pieces(tools: Service) -> None:
     script(tools, TWO_CALLS)
     *chunks, done = events((await tools.chat("hello", tools=TOOLS, stream=True)).text)
     assert done == "[DONE]"
@@ -51,7 +51,7 @@ async def test_a_stream_tells_a_calls_name_first_and_then_its_arguments_piece_by
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "tool_calls"]
 
 
-async def test_the_official_client_puts_calls_together_and_sends_their_results(tools: Service) -> None:
+async def test_the_official_client_assembles_calls_and_sends_their_results(tools: Service) -> None:
     script(tools, TWO_CALLS)
     messages: list[Any] = [{"role": "user", "content": "hello"}]
     async with tools.openai() as client:
@@ -79,20 +79,20 @@ async def test_the_template_gets_functions_calls_and_results(tools: Service) -> 
     assert "<|im_start|>tool\ndone<|im_end|>\n" in text
 
 
-async def test_where_no_call_is_wished_nothing_is_told_of_tools_and_nothing_read(tools: Service) -> None:
+async def test_with_tool_choice_none_the_prompt_has_no_tools_and_calls_are_text(tools: Service) -> None:
     script(tools, TWO_CALLS, told="")
     (choice,) = (await tools.chat("hello", tools=TOOLS, tool_choice="none")).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": TWO_CALLS, "refusal": None}
     assert choice["finish_reason"] == "stop"
 
 
-async def test_one_call_at_a_time_where_that_is_asked_for(tools: Service) -> None:
+async def test_without_parallel_calls_only_the_first_call_is_kept(tools: Service) -> None:
     script(tools, TWO_CALLS)
     (choice,) = (await tools.chat("hello", tools=TOOLS, parallel_tool_calls=False)).json()["choices"]
     assert calls_of(choice["message"]) == [("cut", {"size": 1})]
 
 
-async def test_a_call_that_the_limit_cuts_off_says_so(tools: Service) -> None:
+async def test_a_call_that_the_limit_cuts_off_has_finish_reason_length(tools: Service) -> None:
     script(tools, call("cut", '{"size": 1}'))
     (choice,) = (await tools.chat("hello", tools=TOOLS, max_tokens=40)).json()["choices"]
     (made,) = choice["message"]["tool_calls"]
@@ -100,7 +100,7 @@ async def test_a_call_that_the_limit_cuts_off_says_so(tools: Service) -> None:
     assert choice["finish_reason"] == "length"
 
 
-async def test_wherever_the_limit_cuts_a_call_its_beginning_is_no_words(tools: Service) -> None:
+async def test_the_beginning_of_a_call_that_was_cut_off_is_never_content(tools: Service) -> None:
     script(tools, TWO_CALLS)
     length = len(tools.tokenizer.encode(TWO_CALLS))
     whole_arguments, told = ['{"size": 1}', '{"size": 2}'], []
@@ -131,14 +131,14 @@ FORCED: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize(("asked", "names"), FORCED.values(), ids=FORCED)
-async def test_a_call_that_must_come_does_and_its_arguments_fit(
+async def test_a_required_call_is_made_and_its_arguments_fit(
     tools: Service, asked: dict[str, Any], names: set[str]
 ) -> None:
-    """By a model that would write anything."""
+    """Only the grammar makes the calls fit: the model writes random tokens."""
     for seed in range(3):
         response = await tools.chat("hello", tools=TOOLS, seed=seed, max_tokens=200, **asked)
         (choice,) = response.json()["choices"]
-        if choice["finish_reason"] == "length":  # many calls: nothing says when they are enough
+        if choice["finish_reason"] == "length":  # the grammar does not limit the number of calls
             assert "parallel_tool_calls" not in asked
             continue
         assert choice["finish_reason"] == "tool_calls"
@@ -152,10 +152,8 @@ async def test_a_call_that_must_come_does_and_its_arguments_fit(
 
 @pytest.mark.parametrize("endpoint", ["chat", "responses"])
 @pytest.mark.parametrize("mode", ["auto", "required"])
-async def test_of_the_tools_that_a_model_knows_only_the_allowed_ones_are_called(
-    tools: Service, mode: str, endpoint: str
-) -> None:
-    """By a model that begins to write a call, and then would write anything; it is told of both functions."""
+async def test_only_allowed_tools_are_called(tools: Service, mode: str, endpoint: str) -> None:
+    """The prompt has both functions; the model writes the beginning of a call, and then random tokens."""
     script(tools, "<tool_call>", end=False)
     asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": allowed(mode, "fold"), "parallel_tool_calls": False}
     if endpoint == "responses":
@@ -180,7 +178,7 @@ async def test_a_function_without_parameters_is_called_without_arguments(tools: 
     assert calls_of(choice["message"]) == [("paint", {})]
 
 
-async def test_arguments_of_strict_functions_fit_where_the_model_is_free_to_call(tools: Service) -> None:
+async def test_arguments_of_strict_functions_fit_in_optional_calls(tools: Service) -> None:
     strict = [tool("cut", strict=True), PAINT]
     script(tools, 'Well. <tool_call>\n{"name": "cut", "arguments": {', told="cut paint ", end=False)
     for seed in range(3):
@@ -223,17 +221,17 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("asked", "begun"), SHAPES.values(), ids=SHAPES)
-async def test_where_words_must_fit_something_an_answer_is_such_words_or_calls(
+async def test_with_a_constraint_on_content_an_answer_is_fitting_content_or_calls(
     tools: Service, asked: dict[str, Any], begun: str
 ) -> None:
-    """By a model that begins to write the one or the other, and then would write anything."""
+    """The model writes the beginning of content or of a call, and then random tokens."""
     call_begun = '<tool_call>\n{"name": "cut", "arguments": {'
     asked = {**asked, "tools": [tool("cut", strict=True), PAINT], "parallel_tool_calls": False, "max_tokens": 150}
     for seed in range(3):
         script(tools, begun, told="cut paint ", end=False)
         (choice,) = (await tools.chat("hello", seed=seed, **asked)).json()["choices"]
         assert "tool_calls" not in choice["message"]
-        if choice["finish_reason"] != "length":  # spaces, of which a schema does not say how many
+        if choice["finish_reason"] != "length":  # the schema does not limit whitespace
             answer = json.loads(choice["message"]["content"])
             jsonschema.validate(answer, {"type": "object"} if begun == "{" else SIZE)
         script(tools, call_begun, told="cut paint ", end=False)
@@ -243,11 +241,11 @@ async def test_where_words_must_fit_something_an_answer_is_such_words_or_calls(
         jsonschema.validate(arguments, SIZE)
         required = {**asked, "tool_choice": "required"}
         (choice,) = (await tools.chat("hello", seed=seed, **required)).json()["choices"]
-        assert calls_of(choice["message"]), "an answer of words is none that was asked for"
+        assert calls_of(choice["message"]), "with required calls, content must not be allowed"
 
 
 @pytest.mark.slow
-async def test_a_stream_with_calls_goes_on_where_it_broke(start: Callable[..., Service], caller: ServedModel) -> None:
+async def test_a_broken_stream_with_calls_can_be_resumed(start: Callable[..., Service], caller: ServedModel) -> None:
     body = {"tools": TOOLS, "stream": True, "stream_options": {"resumable": True}, "seed": 1}
     service = start(Role.UNIFIED, served=caller)
     script(service, TWO_CALLS)

@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("asked", "param"), REFUSED.values(), ids=REFUSED)
-async def test_tools_that_cannot_be_are_refused_with_the_place(
+async def test_invalid_tools_are_refused_with_their_path(
     start: Callable[..., Service], caller: ServedModel, asked: dict[str, Any], param: str
 ) -> None:
     response = await start(Role.UNIFIED, served=caller).chat("hello", **asked)
@@ -89,7 +89,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("asked", "param"), ENGINES.values(), ids=ENGINES)
-async def test_what_an_engine_refuses_has_the_name_of_the_clients_field(
+async def test_a_schema_that_an_engine_refuses_has_the_name_of_the_clients_field(
     tools: Service, asked: dict[str, Any], param: str
 ) -> None:
     choice = {} if "response_format" in asked or "structured_outputs" in asked else {"tool_choice": "required"}
@@ -107,7 +107,7 @@ async def test_what_an_engine_refuses_has_the_name_of_the_clients_field(
     assert error["message"].startswith(f"'{error['param']}' ")
 
 
-async def test_a_template_must_tell_of_tools(
+async def test_tools_need_a_template_that_renders_them(
     start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer
 ) -> None:
     template = ChatTemplate({"default": TEMPLATE + "{# <tool_call> with arguments #}"})
@@ -117,7 +117,7 @@ async def test_a_template_must_tell_of_tools(
     assert "chat_template.jinja" in response.json()["error"]["message"]
 
 
-async def test_where_no_grammar_says_how_calls_are_written_none_is_promised(
+async def test_calls_are_not_guaranteed_without_a_grammar_of_their_format(
     start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer
 ) -> None:
     words = "{% if tools %}{% endif %}{# [func_name1(params_name1=params_value1)] #}"
@@ -139,7 +139,7 @@ async def test_where_no_grammar_says_how_calls_are_written_none_is_promised(
         assert (response.status_code, error["param"], error["code"]) == (400, param, "unsupported_parameter")
 
 
-async def test_a_model_that_was_taught_no_calls_is_not_told_of_tools(service: Service) -> None:
+async def test_tools_for_a_model_without_tool_calls_are_refused(service: Service) -> None:
     response = await service.chat("hello", tools=TOOLS)
     assert response.status_code == 400
     assert (response.json()["error"]["param"], response.json()["error"]["code"]) == ("tools", "unsupported_parameter")

@@ -1,4 +1,4 @@
-"""`baton top` and `baton status --watch`: what they show of a gateway that answers, and of one that stops."""
+"""The output of `baton top` and `baton status --watch`, with a gateway that answers and with one that stops."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ async def baton(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 async def asked(service: Service) -> None:
-    """Wait until the command has been answered once."""
+    """Wait until the gateway has answered the command once."""
     async with asyncio.timeout(20):
         while not any("/v1/cluster/ranks" in name for name in await service.metrics()):
             await asyncio.sleep(0.05)
-    await asyncio.sleep(0.2)  # its next request comes after its interval
+    await asyncio.sleep(0.2)  # less than the interval to the command's next request
 
 
 @pytest.mark.slow
@@ -59,7 +59,9 @@ async def test_top_shows_engines_latencies_and_failures_of_the_last_minute(start
     assert "408 of /v1/completions" in last
 
 
-async def test_top_says_that_nobody_can_serve_and_that_nobody_answers(start: Callable[..., Service]) -> None:
+async def test_top_says_that_no_path_can_serve_and_that_the_gateway_does_not_answer(
+    start: Callable[..., Service],
+) -> None:
     service = start(Role.PREFILL, api_keys=["secret"])
     async with service.over_tcp() as url:
         refused = await baton("top", "--url", url, *FRAMES)
@@ -85,7 +87,7 @@ async def test_commands_say_that_a_key_is_needed(start: Callable[..., Service], 
 
 
 @pytest.mark.slow
-async def test_status_is_shown_again_and_again(service: Service) -> None:
+async def test_status_with_watch_is_shown_repeatedly(service: Service) -> None:
     async with service.over_tcp() as url:
         people = await baton("status", "--url", url, "--watch", *FRAMES)
         programs = await baton("status", "--url", url, "--watch", "--json", *FRAMES)
@@ -96,7 +98,7 @@ async def test_status_is_shown_again_and_again(service: Service) -> None:
 
 
 @pytest.mark.slow
-async def test_status_goes_on_while_nobody_answers(service: Service) -> None:
+async def test_status_with_watch_continues_without_an_answer(service: Service) -> None:
     async with service.over_tcp() as url:
         watching = asyncio.create_task(
             baton("status", "--url", url, "--watch", "--json", "--iterations", "2", "--interval", "2.5")
@@ -110,7 +112,7 @@ async def test_status_goes_on_while_nobody_answers(service: Service) -> None:
     assert done.returncode == 1
 
 
-def test_a_terminal_of_80_characters_shows_each_column_whole_and_requests_in_a_step_run() -> None:
+def test_a_terminal_of_80_characters_shows_every_column_and_requests_in_a_step_as_running() -> None:
     stats = dict.fromkeys(("num_requests_running", "num_requests_waiting_for_kv", *COUNTERS), 0)
     engine = {"num_running": 9, "stats": stats | {"num_requests_waiting": 3, "kv_usage": 0.5}}
     about = {"draining": False, "reachable": True, "circuit": "closed", "epoch": "1", "reads_from": []}

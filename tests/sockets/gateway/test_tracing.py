@@ -35,7 +35,7 @@ TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """Collects the spans that a gateway exports."""
+    """A collector of the spans that a gateway exports."""
 
     def __init__(self, **options: Any) -> None:
         self._memory = InMemorySpanExporter()
@@ -44,7 +44,7 @@ class Collector:
         self.spans = RequestSpans(provider)
 
     def tree(self) -> tuple[ReadableSpan, list[ReadableSpan]]:
-        """The only request, and its parts in order."""
+        """Return the span of the only request, and its child spans in order."""
         spans = self._memory.get_finished_spans()
         (root,) = (span for span in spans if span.name.startswith("POST"))
         parts = [span for span in spans if span is not root]
@@ -76,14 +76,14 @@ async def test_a_request_is_a_span_and_its_parts_are_its_children(start: Callabl
     assert of_engines == {"prefill-0", "decode-1"}
 
 
-async def test_a_trace_that_the_client_began_goes_on(start: Callable[..., Service]) -> None:
+async def test_a_trace_of_the_client_is_continued(start: Callable[..., Service]) -> None:
     collector = Collector()
     await ask(start(Role.UNIFIED, spans=collector.spans), {"traceparent": f"00-{TRACE}-{CALLER}-01"})
     root, _ = collector.tree()
     assert (f"{root.context.trace_id:032x}", f"{root.parent.span_id:016x}") == (TRACE, CALLER)
 
 
-async def test_choices_are_told_apart(start: Callable[..., Service]) -> None:
+async def test_spans_name_their_choice(start: Callable[..., Service]) -> None:
     collector = Collector()
     await ask(start(Role.UNIFIED, spans=collector.spans), n=2)
     _, parts = collector.tree()
@@ -99,21 +99,21 @@ async def test_a_request_that_fails_is_a_span_with_its_status(start: Callable[..
 
 
 @pytest.mark.parametrize("traceparent", ["", "nonsense", "00-0-0-00", "ff-" + "0" * 60])
-async def test_a_parent_that_is_none_is_left_alone(start: Callable[..., Service], traceparent: str) -> None:
+async def test_an_invalid_parent_is_ignored(start: Callable[..., Service], traceparent: str) -> None:
     collector = Collector()
     assert "choices" in await ask(start(Role.UNIFIED, spans=collector.spans), {"traceparent": traceparent})
     root, _ = collector.tree()
     assert root.parent is None
 
 
-async def test_what_the_sampler_drops_costs_no_children(start: Callable[..., Service]) -> None:
+async def test_a_dropped_request_has_no_child_spans(start: Callable[..., Service]) -> None:
     collector = Collector(sampler=ALWAYS_OFF)
     assert "choices" in await ask(start(Role.UNIFIED, spans=collector.spans))
     assert len(collector) == 0
 
 
 class DeadCollector(SpanExporter):
-    """One that never answers, as exporters see it: they wait, and try again, until `revived`."""
+    """An exporter to a collector that never answers: exports block until `revived` is set."""
 
     def __init__(self) -> None:
         self.asked, self.revived = threading.Event(), threading.Event()
@@ -136,7 +136,7 @@ def dead_collector() -> Iterator[DeadCollector]:
     collector.revived.set()
 
 
-async def test_a_dead_collector_costs_no_request_anything_and_does_not_keep_the_gateway(
+async def test_a_dead_collector_delays_neither_requests_nor_the_end_of_the_gateway(
     start: Callable[..., Service], dead_collector: DeadCollector, caplog: pytest.LogCaptureFixture
 ) -> None:
     provider = TracerProvider(shutdown_on_exit=False)
@@ -146,16 +146,16 @@ async def test_a_dead_collector_costs_no_request_anything_and_does_not_keep_the_
     for _ in range(3):
         assert "choices" in await ask(service)
     assert await asyncio.to_thread(dead_collector.asked.wait, 20)
-    assert "choices" in await ask(service), "while the exporter waits"
+    assert "choices" in await ask(service), "requests must be served while the exporter blocks"
     ending = threading.Thread(target=told.close, daemon=True)
     ending.start()
     await asyncio.to_thread(ending.join, 20)
-    assert not ending.is_alive(), "left to itself the processor waits for 30 s"
+    assert not ending.is_alive(), "the gateway must not wait for 30 s as the processor does by default"
     (record,) = [record for record in caplog.records if record.name == tracing.__name__]
     assert "they are lost" in record.getMessage()
 
 
-def test_what_a_collector_takes_in_time_is_sent_at_the_end(
+def test_remaining_spans_are_exported_at_the_end(
     dead_collector: DeadCollector, caplog: pytest.LogCaptureFixture
 ) -> None:
     provider = TracerProvider(shutdown_on_exit=False)
@@ -174,7 +174,7 @@ def is_installed(exporter: str) -> bool:
 
 @contextmanager
 def grpc_collector() -> Iterator[tuple[str, queue.Queue[Any]]]:
-    """A gRPC collector: its address, and the requests that it got with their metadata."""
+    """Start a gRPC collector, and yield its address and a queue of its requests with their metadata."""
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
     received: queue.Queue[Any] = queue.Queue()
@@ -199,13 +199,13 @@ class TestEnvironment:
             monkeypatch.delenv(name, raising=False)
 
     @pytest.mark.parametrize("name", [None, "", "none"])
-    def test_nothing_is_recorded_unless_somebody_asks(self, monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+    def test_nothing_is_recorded_without_an_exporter(self, monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
         if name is not None:
             monkeypatch.setenv(EXPORTER, name)
         assert RequestSpans.from_environment("gateway-1") is None
 
     @pytest.mark.slow
-    def test_the_exporter_that_is_named_gets_them(self) -> None:
+    def test_the_named_exporter_gets_the_spans(self) -> None:
         environment = {EXPORTER: "console", "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=here"}
         code = (
             "from baton.cluster.gateway.tracing import RequestSpans\n"
@@ -229,7 +229,7 @@ class TestEnvironment:
             ),
         ],
     )
-    def test_an_exporter_that_is_not_there_is_refused_by_name(
+    def test_an_unknown_exporter_is_refused_by_name(
         self, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: list[str]
     ) -> None:
         for name, value in variables.items():
@@ -242,7 +242,7 @@ class TestEnvironment:
         ("protocol", "extra"),
         [(None, "tracing"), ("", "tracing"), ("http/protobuf", "tracing"), ("grpc", "tracing-grpc")],
     )
-    def test_a_protocol_whose_exporter_is_missing_names_what_brings_it(
+    def test_the_error_of_a_missing_exporter_names_its_package(
         self, monkeypatch: pytest.MonkeyPatch, protocol: str | None, extra: str
     ) -> None:
         monkeypatch.setattr(tracing, "entry_points", lambda group: ())
@@ -254,7 +254,7 @@ class TestEnvironment:
 
     @pytest.mark.skipif(not is_installed("otlp_proto_grpc"), reason="needs baton[tracing-grpc]")
     @pytest.mark.parametrize("variable", OTLP_PROTOCOLS)
-    def test_over_grpc_a_collector_gets_them_with_their_trace_and_headers(
+    def test_a_grpc_collector_gets_spans_with_their_trace_and_headers(
         self, monkeypatch: pytest.MonkeyPatch, variable: str
     ) -> None:
         with grpc_collector() as (endpoint, received):

@@ -1,4 +1,4 @@
-"""Requests that do not arrive whole: what clients are told is what is counted."""
+"""Requests that do not arrive completely: the metrics count the status that the client gets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 async def counted(service: Service, route: str) -> dict[str, float]:
-    """The statuses of a route's answers."""
+    """Return the counts of a route's answers, by status."""
     name = f'baton_http_responses_total{{route="{route}",status="'
     return {key.removeprefix(name)[:3]: n for key, n in (await service.metrics()).items() if key.startswith(name)}
 
@@ -44,7 +44,7 @@ async def test_a_body_that_does_not_arrive_is_a_408_for_the_client_and_in_the_me
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/tokenize"])
-async def test_a_client_that_leaves_before_its_request_is_whole_is_no_fault_of_the_server(
+async def test_a_disconnect_before_the_end_of_a_request_is_a_499_without_a_traceback(
     service: Service, caplog: pytest.LogCaptureFixture, route: str
 ) -> None:
     async with service.over_tcp() as url:

@@ -1,4 +1,4 @@
-"""Messages that one end cannot read, as between versions that differ: nobody waits for what never comes."""
+"""Messages that one end cannot decode, as between different versions: the request is retried without waiting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def noise(frame: bytes) -> bytes:
 def spoil(
     patch: pytest.MonkeyPatch, name: str, is_meant: Callable[[Any], bool], change: Callable[[bytes], bytes]
 ) -> list[bytes]:
-    """The first such message that arrives anywhere. Returns what was spoilt."""
+    """Corrupt the first matching message that any process decodes. Returns a list that will hold this message."""
     decode, spoilt = getattr(Codec, name), []
 
     def decode_spoilt(codec: Codec, frame: bytes) -> object:
@@ -65,7 +65,7 @@ def brings_tokens(message: Any) -> bool:
     ],
     ids=["a request that can be named", "a request that cannot", "an answer"],
 )
-async def test_the_request_goes_on_elsewhere_at_once(
+async def test_the_request_is_retried_on_another_engine_at_once(
     name: str, is_meant: Callable[[Any], bool], change: Callable[[bytes], bytes], reason: str, monkeypatch: Any
 ) -> None:
     with closing(WiredFleet(Role.UNIFIED, Role.UNIFIED)) as fleet:

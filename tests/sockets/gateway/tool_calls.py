@@ -1,4 +1,4 @@
-"""Functions that a model may ask its client to call, and such calls as the tiny model writes them."""
+"""Functions that a model may ask its client to call, and calls as the tiny model writes them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def tools(
 
 
 def script(service: Service, answer: str, told: str = "cut fold ", *, end: bool = True) -> None:
-    """Set the answer to a message of "hello" of a model that was told of these functions."""
+    """Set the model's answer to "hello" when the prompt has these functions."""
     service.script(f"{told}<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n", answer, end=end)
 
 

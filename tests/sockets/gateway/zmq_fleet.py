@@ -1,4 +1,4 @@
-"""Real engine cores on fake runners, each behind its socket, and any number of gateways over them."""
+"""Real engine cores with fake runners, each behind its ZMQ socket, and any number of gateways that use them."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ CONFIG = EngineCoreConfig(
 
 
 class WiredEngine:
-    """The engine behind an `EngineServer`. While `runs` is cleared it plans no step; while `moves` is, its thread
-    hangs.
+    """An engine behind an `EngineServer`. It runs no step while `runs` is cleared; its thread hangs while `moves` is
+    cleared.
     """
 
     def __init__(self, rank: int, role: Role, wire: Wire) -> None:
         self.runs, self.moves = threading.Event(), threading.Event()
         self.runs.set()
         self.moves.set()
-        self.hangs_at_work = False  # the next step that has any clears `moves`
+        self.hangs_at_work = False  # the next step with work clears `moves`
         self._hangs = False
         self.taken: list[EngineRequest] = []
         runner = FakeRunner(CONFIG, {})
@@ -107,11 +107,11 @@ class WiredEngine:
         return self._core.step() if self.runs.is_set() else []
 
     def has_work(self) -> bool:
-        """The fake connector wakes nobody, so its transfers are work."""
+        """Return whether there are requests or transfers: the fake connector does not wake the engine for these."""
         return self.runs.is_set() and (self._core.has_work() or self._connector.is_busy)
 
     def stats(self) -> EngineStats:
-        """Tell all but the times of steps: on a busy machine they would say that one engine is slower than others."""
+        """Leave out the times of steps: on a busy machine they would make one engine look slower than others."""
         return msgspec.structs.replace(self._core.stats(), step_times=StepTimes())
 
     def block_log(self) -> BlockLog:
@@ -131,7 +131,7 @@ class WiredGateway:
         return await self.http.post("/v1/completions", json=body, headers=headers)
 
     async def hear_that_all_are_idle(self) -> None:
-        """Wait until every engine is idle and its newest status has come here.
+        """Wait until every engine is idle and its newest status has arrived at this gateway.
 
         An answer may come before the status that no longer counts its request. Until then the engine looks busy to
         gateways that did not send the request, and is passed over for one with less in its cache.
@@ -153,7 +153,7 @@ class WiredFleet:
 
     @asynccontextmanager
     async def gateway(self, name: str) -> AsyncIterator[WiredGateway]:
-        """One that starts, hears of all engines and, at the end, leaves."""
+        """Start a gateway, wait until it knows all engines, and close it on exit."""
         source = ListedSource()
         source.show(*(engine.record for engine in self.engines))
         client = ZmqEngineClient(source, KEY, name, queue=self._limits.bound)

@@ -1,4 +1,4 @@
-"""The chart's probes, run against a raylet and a gateway that answer, hang or are gone."""
+"""The chart's probes, run against a raylet and a gateway that answer, hang or have ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.hangs:
-            time.sleep(20)  # in a thread that nobody waits for
+            time.sleep(20)  # in a daemon thread
         self.send_response(200)
         self.end_headers()
 
@@ -38,7 +38,7 @@ class Hangs(Answers):
     ("raylet", "gateway", "alive"),
     [
         (Answers, Answers, True),
-        (Answers, None, True),  # not there yet, or between two lives
+        (Answers, None, True),  # the gateway has not started, or is restarting
         (Answers, Hangs, False),
         (None, Answers, False),
         (Hangs, None, False),
@@ -59,7 +59,7 @@ def test_a_gateways_pod_is_alive_unless_its_raylet_is_gone_or_its_gateway_hangs(
             servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
             threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
             there = servers[-1].server_port
-        patience_s = 1 if handler is Hangs else 8  # a busy machine answers late
+        patience_s = 1 if handler is Hangs else 8  # on a busy machine answers are late
         script, asked = re.subn(rf"(127\.0\.0\.1:){port}(/.*timeout=)4", rf"\g<1>{there}\g<2>{patience_s}", script)
         assert asked == 1
     try:

@@ -1,4 +1,4 @@
-"""Whole engines: every kind of output fits, however its tokens come about, and nobody else's tokens change."""
+"""Structured outputs of whole engines: every kind fits its grammar, and tokens of other requests do not change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARAMS = pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "draw
 
 @pytest.fixture(scope="module")
 def alone(structured_llm: LLM) -> dict[str, list[int]]:
-    """The answer to each of `all_requests` that has the engine for itself."""
+    """Return the answer to each of `all_requests`, run alone on the engine."""
     return {
         request.request_id: run(structured_llm.engine.core, [request])[0].token_ids
         for request in all_requests(structured_llm)
@@ -60,7 +60,7 @@ def test_tokens_are_those_of_a_request_alone(
 ) -> None:
     lacks_blocks = "num_gpu_blocks_override" in arguments
     with make_structured_llm(**arguments) as llm:
-        for _ in range(10 if lacks_blocks else 1):  # who is preempted depends on when masks come
+        for _ in range(10 if lacks_blocks else 1):  # the times of masks decide which requests are preempted
             requests = all_requests(llm)
             answers = run(llm.engine.core, requests)
             tokens = {request.request_id: answer.token_ids for request, answer in zip(requests, answers, strict=True)}
@@ -71,9 +71,7 @@ def test_tokens_are_those_of_a_request_alone(
 
 
 @PARAMS
-def test_an_output_goes_on_from_any_token_as_if_nothing_had_happened(
-    structured_llm: LLM, params: SamplingParams
-) -> None:
+def test_an_output_can_be_resumed_from_any_token_without_a_change(structured_llm: LLM, params: SamplingParams) -> None:
     sampling = asking(CASES["json"], params, structured_llm)
     request = EngineRequest(request_id="whole", prompt_token_ids=PROMPTS[1], sampling=sampling, seed=5)
     (whole,) = run(structured_llm.engine.core, [request])
@@ -87,7 +85,7 @@ def test_an_output_goes_on_from_any_token_as_if_nothing_had_happened(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("with_drafts", [False, True])
-def test_two_ranks_say_what_one_says(
+def test_two_ranks_give_the_output_of_one(
     pool: MemberPool,
     structured_checkpoint: Path,
     structured_llm: LLM,
@@ -95,7 +93,7 @@ def test_two_ranks_say_what_one_says(
     *,
     with_drafts: bool,
 ) -> None:
-    requests = all_requests(structured_llm)[3:11]  # greedy and drawn, free ones among them
+    requests = all_requests(structured_llm)[3:11]  # greedy and sampled, some without a grammar
     speculative = {"speculative_config": SPECULATIVE} if with_drafts else {}
     config = engine_config(str(structured_checkpoint), tensor_parallel_size=2, **speculative)
     if with_drafts:
@@ -107,14 +105,14 @@ def test_two_ranks_say_what_one_says(
     assert [answer.token_ids for answer in served.answers] == [alone[request.request_id] for request in requests]
 
 
-def test_an_output_may_be_cut(structured_llm: LLM) -> None:
+def test_an_output_may_end_at_max_tokens(structured_llm: LLM) -> None:
     params = msgspec.structs.replace(asking(CASES["json"], GREEDY, structured_llm), max_tokens=3)
     ((output,),) = (answer.outputs for answer in structured_llm.generate([PROMPTS[0]], params, use_tqdm=False))
     assert output.finish_reason == "length"
     assert len(output.token_ids) == 3
 
 
-def test_whitespace_is_the_models_choice_unless_it_is_said_to_have_none(structured_llm: LLM) -> None:
+def test_the_model_chooses_whitespace_unless_it_is_disabled(structured_llm: LLM) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     newline = structured_llm.get_tokenizer().encode("\n", add_special_tokens=False)[0]
     texts = {}
@@ -126,14 +124,14 @@ def test_whitespace_is_the_models_choice_unless_it_is_said_to_have_none(structur
     assert "\n" in texts[False]
 
 
-def test_what_leaves_nothing_to_draw_is_told(structured_llm: LLM) -> None:
+def test_a_grammar_that_allows_no_token_is_an_error(structured_llm: LLM) -> None:
     asked = StructuredOutputsParams(choice=["yes"])
     params = SamplingParams(structured_outputs=asked, allowed_token_ids=[390])
     with pytest.raises(InvalidPrompt, match="allowed_token_ids"):
         structured_llm.generate([PROMPTS[0]], params, use_tqdm=False)
 
 
-def test_a_wrong_grammar_is_refused_in_its_compilers_words(structured_llm: LLM) -> None:
+def test_a_wrong_grammar_is_refused_with_the_compilers_message(structured_llm: LLM) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a)"))
     with pytest.raises(InvalidPrompt, match=r"regex cannot be compiled: .*position 2"):
         structured_llm.generate([PROMPTS[0]], params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Engine groups of fakes."""
+"""Records of engine groups, without engines."""
 
 from __future__ import annotations
 

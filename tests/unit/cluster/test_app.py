@@ -1,4 +1,4 @@
-"""The options of an application's deployments in Serve: sizes, placement, and time to leave. Without Ray."""
+"""The options of an application's deployments in Serve: sizes, placement, and time to shut down. Without Ray."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def deployed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return build
 
 
-def leaves_within_s(deployment: serve.Deployment) -> float:
+def shutdown_limit_s(deployment: serve.Deployment) -> float:
     return deployment._deployment_config.graceful_shutdown_timeout_s
 
 
@@ -54,23 +54,23 @@ def test_serve_ends_no_group_before_its_drain_and_its_disk_tier_are_done(deploye
     parts = deployed(fleets=fleets)
     saving_s = TierSettings(**tiers).save_s
     assert saving_s > 0.0
-    assert leaves_within_s(parts["prefill"]) > 7.0 + LONGEST_S + saving_s
-    assert leaves_within_s(parts["decode"]) > 300.0 + LONGEST_S
+    assert shutdown_limit_s(parts["prefill"]) > 7.0 + LONGEST_S + saving_s
+    assert shutdown_limit_s(parts["decode"]) > 300.0 + LONGEST_S
 
 
 @pytest.mark.parametrize("mode", ["internal", "hybrid", "external"])
 def test_serve_ends_no_gateway_before_its_open_answers(deployed: Any, mode: str) -> None:
     parts = deployed(load_balancing=mode, gateway={"drain_s": 9.0, "drain_timeout_s": 200.0})
-    assert leaves_within_s(parts["gateway"]) > 209.0
+    assert shutdown_limit_s(parts["gateway"]) > 209.0
 
 
-def test_new_versions_start_beside_old_ones_as_far_as_the_settings_say(deployed: Any) -> None:
+def test_the_settings_limit_how_many_new_replicas_start_beside_old_ones(deployed: Any) -> None:
     parts = deployed(fleets={"prefill": {"max_surge_percent": 50}, "decode": {}}, gateway={"max_surge_percent": 25})
     surges = {name: part._deployment_config.max_surge_percent for name, part in parts.items()}
     assert surges == {"gateway": 25, "prefill": 50, "decode": 0}
 
 
-def test_a_group_and_what_watches_it_are_one_placement_group(deployed: Any) -> None:
+def test_a_group_and_its_replica_are_one_placement_group(deployed: Any) -> None:
     fleets = {
         "prefill": {"num_cpus": 0.5, "resources": {"east": 0.001}},
         "decode": {"engine": {"data_parallel_size": 3}},
@@ -85,7 +85,7 @@ def test_a_group_and_what_watches_it_are_one_placement_group(deployed: Any) -> N
         assert parts[name].init_args[2] | {"CPU": 0.6} == parts[name]._replica_config.placement_group_bundles[0]
 
 
-def test_all_fleets_are_made_for_the_same_look_at_the_cluster(deployed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_fleets_use_one_reading_of_the_clusters_resources(deployed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([{"CPU": 8.0, "GPU": 2.0}])
     monkeypatch.setattr(ray, "cluster_resources", lambda: next(looks))
     parts = deployed()
@@ -96,10 +96,10 @@ def test_all_fleets_are_made_for_the_same_look_at_the_cluster(deployed: Any, mon
     ("gpus", "fleet", "device", "starts"),
     [(2.0, {}, "auto", False), (2.0, {"num_gpus": 0}, "auto", True), (2.0, {}, "cpu", True), (0.0, {}, "auto", True)],
 )
-def test_an_engine_does_not_start_beside_gpus_that_it_would_leave_alone_by_mistake(
+def test_an_engine_without_a_reserved_gpu_does_not_start_on_a_node_with_gpus(
     gpus: float, fleet: dict[str, Any], device: str, starts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The application was deployed when the cluster had no GPU."""
+    """The application was deployed when the cluster had no GPU, so its bundles reserve none."""
     here = [{"NodeID": "other", "Resources": {"GPU": 8.0}}, {"NodeID": "here", "Resources": {"CPU": 4.0, "GPU": gpus}}]
     monkeypatch.setattr(ray, "nodes", lambda: here)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
@@ -109,7 +109,7 @@ def test_an_engine_does_not_start_beside_gpus_that_it_would_leave_alone_by_mista
         check_gpus(spec, Role.UNIFIED, spec.bundle_of(Role.UNIFIED, cluster_gpus=0.0))
 
 
-def test_a_fleet_that_is_scaled_has_its_bounds_and_no_delays_but_the_policys(deployed: Any) -> None:
+def test_an_autoscaled_fleet_has_its_bounds_and_no_delays_in_serve(deployed: Any) -> None:
     fleets = {"prefill": {"min_replicas": 0, "max_replicas": 3}, "decode": {"replicas": 2}}
     parts = deployed(fleets=fleets, autoscaling={"upscale_delay_s": 5.0})
     scaled = parts["prefill"]._deployment_config.autoscaling_config
@@ -133,7 +133,7 @@ OTHER: dict[str, Any] = {
     },
     **{"queue_limits": {"tokens": 3}, "breaker": {"failures": 3}, "cost": {"handoff_s": 3.0}},
 }
-ALWAYS = {"api_keys": ["sk"]}  # else keys could not isolate anybody
+ALWAYS = {"api_keys": ["sk"]}  # `isolate_keys` needs a key
 INTERNAL_OPTIONS = {
     "replicas": {"num_replicas": 3},
     "max_surge_percent": {"max_surge_percent": 3},
@@ -144,7 +144,7 @@ SETTINGS = sorted(GatewaySpec.model_fields.keys() - {"gateway_id"})
 
 
 def versions(parts: dict[str, serve.Deployment], args: dict[str, Any], *given: Any) -> dict[str, DeploymentVersion]:
-    """Return the version that Serve gives each deployment of an application in a Serve config file."""
+    """Return Serve's version of each deployment of an application in a Serve config file."""
     file = {"import_path": "baton.cluster.app:build_app", "args": args, "deployments": list(given)}
     config = ServeApplicationSchema.model_validate(file)
     infos = {
@@ -160,8 +160,8 @@ def versions(parts: dict[str, serve.Deployment], args: dict[str, Any], *given: A
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["internal", "hybrid"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_of_gateways_that_changes_restarts_no_engine(deployed: Any, mode: str, name: str) -> None:
-    """Serve compares versions: with another one it replaces replicas, or calls their `reconfigure`."""
+def test_a_changed_setting_of_gateways_restarts_no_engine(deployed: Any, mode: str, name: str) -> None:
+    """Serve compares versions: if a version differs, it replaces the replicas or calls their `reconfigure`."""
     change, value = change_of(GatewaySpec, name), OTHER.get(name, 3)
     args = {"load_balancing": mode, "gateway": ALWAYS}
     parts = deployed(**args)
@@ -179,16 +179,16 @@ def test_a_setting_of_gateways_that_changes_restarts_no_engine(deployed: Any, mo
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_engines_are_bound_to_no_setting_of_gateways_but_one_that_they_use(deployed: Any, name: str) -> None:
+def test_arguments_of_engines_depend_only_on_gateway_settings_that_they_use(deployed: Any, name: str) -> None:
     both = [deployed(gateway=gateway) for gateway in (ALWAYS, ALWAYS | {name: OTHER.get(name, 3)})]
     for role in ("prefill", "decode"):
         old, new = (parts[role].init_args for parts in both)
         assert (old == new) == (change_of(GatewaySpec, name) is not Change.ALL)
-        assert "sk" not in str(new), "API keys are none of the engines' business"
+        assert "sk" not in str(new), "engines must not get API keys"
     assert both[0]["gateway"].init_args != both[1]["gateway"].init_args
 
 
-def test_sizes_and_targets_that_change_beside_the_arguments_restart_nothing(deployed: Any) -> None:
+def test_changed_sizes_and_autoscaling_targets_restart_no_replica(deployed: Any) -> None:
     args = {"fleets": {"prefill": {"min_replicas": 1, "max_replicas": 3}, "decode": {}}, "autoscaling": {}}
     parts = deployed(**args)
     targets = {"name": "gateway", "user_config": {"autoscaling": {"ttft_s": 0.2}}}
@@ -198,8 +198,8 @@ def test_sizes_and_targets_that_change_beside_the_arguments_restart_nothing(depl
     assert deployed(**(args | {"autoscaling": {"ttft_s": 0.2}}))["prefill"].init_args == parts["prefill"].init_args
 
 
-def test_a_setting_that_is_gone_from_the_file_is_as_in_the_arguments_again(deployed: Any) -> None:
-    """Serve tells a replica nothing where there is no `user_config` at all."""
+def test_a_setting_that_is_removed_from_user_config_is_as_in_the_arguments_again(deployed: Any) -> None:
+    """Without any `user_config`, Serve would not call `reconfigure`."""
     parts = deployed()
     given = {"name": "gateway", "user_config": {"gateway": {"max_choices": 3}}}
     old, new = versions(parts, {}, given), versions(parts, {})

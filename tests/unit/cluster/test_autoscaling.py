@@ -42,7 +42,7 @@ def samples(
     waiting: int = 0,
     used_blocks: int = 0,
 ) -> list[Sample]:
-    """Make samples of a steady load: ten requests a second, of these tokens in all, on groups that follow a formula."""
+    """Return samples of a steady load: ten requests and so many tokens a second, on groups of a known speed."""
     first = [0.0] * (len(FIRST_TOKEN_S) + 1)
     at, taken, gateways, prefill, decode = begin_s, [], GatewayLoad(inflight=1), FleetLoad(), FleetLoad()
     for second in range(seconds):
@@ -76,7 +76,7 @@ def samples(
     return taken
 
 
-# ---- what is wished for ----
+# ---- desired sizes ----
 
 
 @pytest.mark.parametrize(("prompt_tokens", "groups"), [(100, 1), (500, 1), (1000, 2), (2400, 5), (99_999, 8)])
@@ -85,17 +85,17 @@ def test_prefill_groups_follow_the_prompts_and_what_a_busy_group_reads(prompt_to
 
 
 def test_a_gap_in_the_samples_is_bridged() -> None:
-    """The directory's process was stopped, or its machine busy: what it decides then must not wait until it is old."""
+    """After its process was stopped, or its machine was busy, the directory must still decide at once."""
     steady = samples(prompt_tokens=1000)
     assert desired_sizes([*steady[:4], steady[-1]], PLAN)[P] == 2
     assert desired_sizes([steady[0], steady[-1]], PLAN)[P] == 2
 
 
-def test_prompts_that_wait_ask_for_more_than_those_that_come() -> None:
+def test_waiting_prompts_raise_the_desired_size() -> None:
     assert desired_sizes(samples(prompt_tokens=500, waiting=100), PLAN)[P] == 2
 
 
-def test_cached_prompts_are_no_work() -> None:
+def test_cached_tokens_do_not_count_as_work() -> None:
     loads = samples(prompt_tokens=1000)
     half = [
         dataclasses.replace(
@@ -111,20 +111,20 @@ def test_cached_prompts_are_no_work() -> None:
         )
         for each in loads
     ]
-    assert desired_sizes(loads, PLAN)[P] == desired_sizes(half, PLAN)[P], "half of the tokens, and as many busy seconds"
+    assert desired_sizes(loads, PLAN)[P] == desired_sizes(half, PLAN)[P], "half of the tokens take the same busy time"
 
 
 @pytest.mark.parametrize(("first_token_s", "groups"), [(0.9, 2), (1.6, 4), (100.0, 4)])
-def test_a_missed_target_asks_for_up_to_twice_as_many(first_token_s: float, groups: int) -> None:
+def test_a_missed_target_at_most_doubles_the_desired_size(first_token_s: float, groups: int) -> None:
     loads = samples(prompt_tokens=900, first_token_s=first_token_s, serving=2)
     assert desired_sizes(loads, PLAN)[P] == groups
 
 
-def test_a_target_that_long_prompts_miss_asks_for_nothing_where_engines_are_idle() -> None:
+def test_a_target_missed_by_long_prompts_on_idle_engines_does_not_scale_up() -> None:
     assert desired_sizes(samples(prompt_tokens=100, first_token_s=5.0, serving=2), PLAN)[P] == 1
 
 
-def test_a_target_that_was_missed_with_fewer_groups_is_no_longer_held_against_those_that_are_there() -> None:
+def test_a_target_missed_with_fewer_groups_does_not_count_after_scaling_up() -> None:
     before = samples(8, prompt_tokens=900, first_token_s=100.0, serving=1)
     after = samples(11, prompt_tokens=900, first_token_s=100.0, serving=1)[8:]
     grown = [
@@ -140,21 +140,21 @@ def test_a_target_that_was_missed_with_fewer_groups_is_no_longer_held_against_th
 
 
 def test_decode_groups_follow_the_steps_that_the_target_allows() -> None:
-    """Steps of 5 ms and 1 ms a request may take 25 ms: 20 requests, 800 tokens a second."""
+    """A step takes 5 ms plus 1 ms a request, and may take 25 ms: so 20 requests, or 800 tokens a second, per group."""
     wish = desired_sizes(samples(answer_tokens=2000, batches=(10, 20), step_s=0.005, row_s=0.001, serving=4), PLAN)
     assert wish[D] == 3
 
 
-def test_steps_of_one_size_are_not_believed_to_grow() -> None:
-    """Ten tokens in 15 ms, and nothing is known of larger batches: 667 tokens a second."""
+def test_steps_of_one_measured_size_are_not_extrapolated() -> None:
+    """Only batches of ten were measured, ten tokens in 15 ms: so 667 tokens a second per group."""
     wish = desired_sizes(samples(answer_tokens=2000, batches=(10,), step_s=0.005, row_s=0.001, serving=4), PLAN)
     assert wish[D] == 3
     one = desired_sizes(samples(answer_tokens=50, batches=(1,), step_s=0.005, row_s=0.001), PLAN)
     assert one[D] == 1
 
 
-def test_decode_groups_follow_the_requests_that_come_though_prefill_does_not_keep_up_with_them() -> None:
-    """800 tokens a second of a group, 700 are written; six times as many requests begin to come as there were."""
+def test_decode_groups_follow_arriving_requests_even_if_prefill_falls_behind() -> None:
+    """A group could write 800 tokens a second and writes 700; then the rate of arriving requests grows sixfold."""
     steady = samples(answer_tokens=700, batches=(16,), step_s=0.02, serving=2)
     more = [
         dataclasses.replace(
@@ -166,11 +166,11 @@ def test_decode_groups_follow_the_requests_that_come_though_prefill_does_not_kee
     assert desired_sizes(more, PLAN)[D] == 2
 
 
-def test_full_caches_ask_for_groups_whatever_was_computed() -> None:
+def test_full_kv_caches_raise_the_desired_size_at_any_load() -> None:
     assert desired_sizes(samples(answer_tokens=10, used_blocks=300), PLAN)[D] == 4
 
 
-def test_nothing_is_wished_for_before_something_was_measured() -> None:
+def test_without_measurements_there_is_no_desired_size() -> None:
     assert desired_sizes(samples(2), PLAN) == {}
 
 
@@ -188,29 +188,29 @@ def decided(desired: list[int], current: int) -> int:
     return decide(moments(desired), PLAN, len(desired) - 1.0, {P: current, D: 1})[P]
 
 
-def test_more_come_once_more_were_wanted_for_long_enough() -> None:
+def test_a_fleet_grows_once_more_were_wanted_for_long_enough() -> None:
     assert decided([1] * 10 + [3] * 4, 1) == 1
-    assert decided([1] * 10 + [5, 3, 4, 4, 5], 1) == 3, "as many as all of them wanted"
-    assert decided([3] * 4, 1) == 1, "what was wanted before is not known"
+    assert decided([1] * 10 + [5, 3, 4, 4, 5], 1) == 3, "the smallest size that was wanted"
+    assert decided([3] * 4, 1) == 1, "the samples do not cover the delay"
 
 
-def test_fewer_stay_once_fewer_were_wanted_for_long_enough() -> None:
+def test_a_fleet_shrinks_once_fewer_were_wanted_for_long_enough() -> None:
     assert decided([4] * 10 + [1] * 20, 4) == 4
-    assert decided([4] * 10 + [1, 2] * 11, 4) == 2, "as many as any of them wanted"
+    assert decided([4] * 10 + [1, 2] * 11, 4) == 2, "the largest size that was wanted"
 
 
-def test_a_wish_that_comes_and_goes_changes_nothing() -> None:
+def test_an_alternating_desired_size_changes_nothing() -> None:
     assert decided([2, 3] * 40, 3) == 3
     assert decided([2, 3] * 40, 2) == 2
 
 
-# ---- zero ----
+# ---- scaling to and from zero ----
 
 
 ZERO = msgspec.structs.replace(PLAN, fleets={P: Bounds(0, 8), D: Bounds(0, 8)})
 
 
-def test_the_first_request_brings_one_group_of_each_fleet_at_once() -> None:
+def test_the_first_request_starts_one_group_of_each_fleet_at_once() -> None:
     waits = Moment(Sample(5.0, GatewayLoad(requests=1, inflight=1, unplaced=1)), {})
     assert decide([waits], ZERO, 5.0, {P: 0, D: 0}) == {P: 1, D: 1}
 
@@ -219,12 +219,12 @@ def quiet(seconds: int) -> list[Moment]:
     return [Moment(Sample(float(second), GatewayLoad(requests=7)), {P: 1, D: 1}) for second in range(seconds)]
 
 
-def test_an_application_that_nobody_asks_goes_to_its_minimum_and_stays_there() -> None:
+def test_an_idle_application_scales_to_its_minimum_and_stays_there() -> None:
     assert decide(quiet(30), ZERO, 29.0, {P: 2, D: 1}) != {P: 0, D: 0}
     assert decide(quiet(31), ZERO, 30.0, {P: 2, D: 1}) == {P: 0, D: 0}
     assert decide(quiet(31), PLAN, 30.0, {P: 2, D: 1}) == {P: 1, D: 1}
     assert decide(quiet(31), ZERO, 30.0, {P: 0, D: 0}) == {P: 0, D: 0}
-    assert decide(quiet(6), ZERO, 5.0, {P: 0, D: 0}) == {P: 0, D: 0}, "a directory that has just begun wakes nobody"
+    assert decide(quiet(6), ZERO, 5.0, {P: 0, D: 0}) == {P: 0, D: 0}, "a new directory must start no group"
 
 
 def test_an_answer_that_is_still_being_written_keeps_its_engines() -> None:
@@ -233,34 +233,34 @@ def test_an_answer_that_is_still_being_written_keeps_its_engines() -> None:
     assert decide([*asked, *quiet(31)[20:]], ZERO, 30.0, {P: 1, D: 1}) == {P: 1, D: 1}
 
 
-# ---- what is measured ----
+# ---- measurements ----
 
 
-def test_counters_of_processes_that_come_and_go_never_fall() -> None:
+def test_sums_of_counters_never_fall_when_processes_start_and_end() -> None:
     meter = CounterSums()
     for process, value in (("a", 5.0), ("b", 2.0), ("a", 7.0), ("a", 1.0)):
         meter.add("kind", process, (value,))
-    assert meter.total("kind", 1) == (3.0,), "2 since the first report, and one that began again at 1"
+    assert meter.total("kind", 1) == (3.0,), "2 before the restart of process a, and 1 after it"
     meter.keep(["b"])
     meter.add("kind", "b", (3.0,))
     assert meter.total("kind", 1) == (4.0,)
 
 
-def test_a_gateway_that_comes_back_has_not_been_asked_all_it_ever_was_at_once() -> None:
-    """It was out of the directory's reach, or the directory is new: fleets would grow as far as they may."""
+def test_totals_of_a_gateway_that_reconnects_do_not_count_as_new_requests() -> None:
+    """After a lost connection, or to a new directory, totals must not count as a burst that scales fleets up."""
     old = GatewayLoad(requests=1e6, prompt_tokens=1e9, generation_tokens=1e8)
     scaler, idle = Scaler(PLAN), CountingEngine().stats()
     engines = {role: make_record(engine_id=role, role=role) for role in (P, D)}
     groups = [EngineGroup(group_id=role, first_rank=0, engines=[engine]) for role, engine in engines.items()]
     scaler.start_from({P: 1, D: 1})
     for second in range(30):
-        if second:  # the directory is new, and decides before it has heard anyone
+        if second:  # the new directory first decides without any report
             scaler.update_gateway("g", old)
         work = {"prompt_tokens": 1000 * second, "generation_tokens": 1000 * second, "num_steps": second}
         pulse = EnginePulse(0.0, 0, 0, 0, float(second), msgspec.structs.replace(idle, **work))
         for group in groups:
             scaler.update_group(group, [pulse])
-        scaler.update(float(second), [] if second == 15 else ["g"], groups)  # and then out of reach
+        scaler.update(float(second), [] if second == 15 else ["g"], groups)  # later the gateway is out of reach once
         assert [scaler.wanted(role) for role in (P, D)] == [FleetTarget(1, []), FleetTarget(1, [])]
 
 
@@ -270,7 +270,7 @@ def test_a_percentile_lies_within_its_bucket() -> None:
     assert percentile((1.0, 2.0, 4.0), (0, 0, 0, 0), 0.9) == 0.0
 
 
-def test_a_sample_sums_the_groups_that_are_there() -> None:
+def test_a_sample_sums_the_listed_groups() -> None:
     loads = LoadReports()
     for name, busy in (("a", 0.0), ("b", 5.0), ("a", 1.0), ("b", 7.0)):
         loads.update_group(group_of(name, size=1), [EnginePulse(0.0, 3, 1, 0, busy)])
@@ -278,7 +278,7 @@ def test_a_sample_sums_the_groups_that_are_there() -> None:
     groups = [group_of("a", size=1), group_of("b", size=1).with_draining(True)]
     fleet = loads.sample(1.0, [], groups).fleet(U)
     assert (fleet.serving, fleet.busy_s) == (1, 3.0)
-    assert loads.sample(2.0, [], []).fleet(U).busy_s == 3.0, "what was done stays done"
+    assert loads.sample(2.0, [], []).fleet(U).busy_s == 3.0, "the sum must not fall when groups leave"
 
 
 def test_a_gateway_reports_what_its_histograms_counted() -> None:

@@ -1,4 +1,4 @@
-"""The choice of the group that leaves a fleet which has too many, and the messages to Serve."""
+"""The choice of the groups that leave a fleet when it shrinks, and the sizes that Serve gets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def groups_with(live: dict[str, int], scaler: Scaler) -> list[EngineGroup]:
     return groups
 
 
-def test_the_group_with_the_least_to_lose_leaves_and_counts_until_it_is_gone() -> None:
+def test_the_groups_with_the_fewest_requests_leave_first() -> None:
     scaler = Scaler(UNIFIED)
     scaler.start_from({U: 3})
     orders: dict[str, bool] = {}
@@ -35,7 +35,7 @@ def test_the_group_with_the_least_to_lose_leaves_and_counts_until_it_is_gone() -
     assert (wanted.replicas, wanted.leaving) == (1, ["b", "c"])
 
 
-def test_a_group_that_has_not_left_yet_is_asked_to_stay_before_a_new_one_is_started() -> None:
+def test_a_leaving_group_is_asked_to_stay_before_a_new_one_is_started() -> None:
     scaler = Scaler(msgspec.structs.replace(UNIFIED, fleets={U: Bounds(1, 2)}))
     scaler.start_from({U: 2})
     for second in range(6):
@@ -45,7 +45,7 @@ def test_a_group_that_has_not_left_yet_is_asked_to_stay_before_a_new_one_is_star
     assert wanted.leaving == ["b"]
     orders = {}
     first = [0.0] * (len(FIRST_TOKEN_S) + 1)
-    for second in range(6, 16):  # every first token comes too late
+    for second in range(6, 16):  # every first token misses its target
         first[-1] += 20
         load = GatewayLoad(requests=20 * second, first_token=tuple(first), inflight=20)
         scaler.update_gateway("g", load)
@@ -56,7 +56,7 @@ def test_a_group_that_has_not_left_yet_is_asked_to_stay_before_a_new_one_is_star
     assert (wanted.replicas, wanted.leaving) == (2, [])
 
 
-def test_a_fleet_of_a_fixed_size_does_not_keep_the_other_from_following_its_load() -> None:
+def test_beside_a_fleet_of_fixed_size_the_other_follows_its_load() -> None:
     scaler = Scaler(msgspec.structs.replace(UNIFIED, fleets={P: Bounds(2, 2), D: Bounds(0, 2)}))
     scaler.start_from({D: 0})
     scaler.update_gateway("g", GatewayLoad(requests=1, inflight=1, unplaced=1))
@@ -64,12 +64,12 @@ def test_a_fleet_of_a_fixed_size_does_not_keep_the_other_from_following_its_load
     assert [each.replicas for role in (P, D) if (each := scaler.wanted(role))] == [2, 1]
 
 
-def test_nothing_is_wanted_of_fleets_that_serve_has_not_told_of() -> None:
+def test_there_is_no_target_before_serve_has_reported_a_fleet() -> None:
     assert Scaler(UNIFIED).wanted(U) is None
 
 
-def test_serve_keeps_as_many_as_are_wanted_and_those_that_leave_by_our_choice() -> None:
-    """Else it would stop another one as well."""
+def test_serves_target_counts_the_leaving_groups_that_still_run() -> None:
+    """If the target left out a leaving group, Serve would stop another one as well."""
     wanted = FleetTarget(replicas=1, leaving=["decode-b"])
 
     def context(*running: str) -> AutoscalingContext:
@@ -97,7 +97,7 @@ def test_serve_keeps_as_many_as_are_wanted_and_those_that_leave_by_our_choice() 
     assert target_replicas(wanted, context("a")) == 1
 
 
-def test_other_targets_hold_at_once_and_what_was_decided_and_measured_stays() -> None:
+def test_new_targets_take_effect_at_once_and_keep_decisions_and_measurements() -> None:
     scaler = scaler_for(UNIFIED, None)
     assert scaler is not None
     scaler.start_from({U: 2})
@@ -106,5 +106,5 @@ def test_other_targets_hold_at_once_and_what_was_decided_and_measured_stays() ->
     assert scaler.plan is targets
     assert scaler.wanted(U) == FleetTarget(2, [])
     bounds = scaler_for(msgspec.structs.replace(targets, fleets={U: Bounds(1, 9)}), scaler)
-    assert bounds is not scaler, "a fleet with other bounds is another fleet"
+    assert bounds is not scaler, "other bounds need a new scaler"
     assert scaler_for(None, scaler) is None

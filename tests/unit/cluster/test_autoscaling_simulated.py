@@ -1,4 +1,4 @@
-"""The autoscaler's outcome in virtual time, and the command that compares it with fixed sizes."""
+"""The autoscaler simulated in virtual time, and the command that compares it with fixed sizes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def simulated(sizer: Sizer, arrivals: list[RequestArrival]) -> ScalingOutcome:
 
 
 @pytest.mark.slow
-def test_fleets_that_follow_the_tide_cost_less_than_the_largest_and_serve_more_than_the_mean() -> None:
+def test_autoscaled_fleets_cost_less_than_the_largest_and_serve_better_than_the_mean_size() -> None:
     arrivals = tides(TrafficShape(500, 4.0, 1536, 32), period_s=120.0)
     scaled = simulated(Autoscaled(SLOW), arrivals)
     largest, mean = (simulated(FixedSizes({P: size, D: 1}), arrivals) for size in (4, 1))
     assert scaled.num_requests == largest.num_requests == 500
     assert scaled.gpu_seconds < 0.8 * largest.gpu_seconds
     assert scaled.ttft_attained > mean.ttft_attained + 0.2
-    assert scaled.changes >= 3, "up and down"
+    assert scaled.changes >= 3, "the fleets must grow and shrink"
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_an_application_without_engines_answers_its_first_request_when_they_have
     outcome = simulated(Autoscaled(plan), [RequestArrival(30.0, [1] * 64, 4), RequestArrival(31.0, [2] * 64, 4)])
     assert outcome.num_requests == 2
     assert WORLD.start_s <= outcome.ttft_p50_s <= WORLD.start_s + 3.0
-    assert outcome.gpu_seconds < 2 * 20.0, "two groups, from the first request on"
+    assert outcome.gpu_seconds < 2 * 20.0, "only two groups may run, from the first request on"
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def members(clock: Clock) -> Membership:
 
 
 def alone(engine_id: str, *, epoch: int = 1, rank: int = -1) -> EngineGroup:
-    """Make a group of one engine."""
+    """Return a group of one engine."""
     return group_of(engine_id, size=1, epoch=epoch, rank=rank)
 
 
@@ -58,7 +58,7 @@ def test_engines_get_the_lowest_free_rank(members: Membership) -> None:
     assert listed(members) == [("a", 1, 0), ("d", 1, 1), ("c", 1, 2)]
 
 
-def test_the_ranks_of_a_group_follow_each_other_within_its_fleet(members: Membership) -> None:
+def test_the_ranks_of_a_group_are_consecutive_within_its_fleet(members: Membership) -> None:
     members.add_group(group_of("d", size=2, first_rank=2))
     members.add_group(group_of("e", size=2, first_rank=2))
     members.add_group(group_of("p", size=1, first_rank=0))
@@ -68,7 +68,7 @@ def test_the_ranks_of_a_group_follow_each_other_within_its_fleet(members: Member
     assert listed(members)[1:3] == [("f0", 9, 2), ("f1", 9, 3)]
 
 
-def test_a_group_whose_ranks_are_partly_taken_gets_others_that_follow_each_other(members: Membership) -> None:
+def test_a_group_whose_ranks_are_partly_taken_gets_other_consecutive_ranks(members: Membership) -> None:
     members.add_group(alone("a", rank=1))
     members.add_group(group_of("d", size=2, rank=0))
     assert listed(members) == [("a", 1, 1), ("d0", 1, 2), ("d1", 1, 3)]
@@ -98,11 +98,11 @@ def test_a_process_that_starts_anew_replaces_the_old_one(members: Membership) ->
     members.add_group(alone("a", epoch=1))
     members.add_group(alone("a", epoch=2))
     assert listed(members) == [("a", 2, 0)]
-    assert not members.remove("a", epoch=1), "late news of the old process must not remove the new one"
+    assert not members.remove("a", epoch=1), "a late message of the old process must not remove the new one"
     assert listed(members) == [("a", 2, 0)]
 
 
-def test_every_change_has_a_higher_version_than_the_last(members: Membership) -> None:
+def test_every_change_raises_the_version(members: Membership) -> None:
     versions = [members.version]
     members.add_gateway(make_gateway("g"))
     versions.append(members.version)
@@ -123,17 +123,17 @@ def test_a_heartbeat_of_an_unknown_member_asks_it_to_register(members: Membershi
     assert members.note_heartbeat("g") is HeartbeatReply.LISTED
 
 
-def test_a_group_that_drains_is_listed_as_one_that_drains_until_it_has_left(members: Membership) -> None:
+def test_a_draining_group_is_listed_as_draining_until_it_has_left(members: Membership) -> None:
     members.add_group(group_of("d", size=2))
     version = members.version
     members.set_draining("d", 1, True)
     assert [engine.draining for engine in members.snapshot().engines] == [True, True]
     assert members.version == version + 1
     members.set_draining("d", 1, True)
-    assert members.version == version + 1, "what is known is no news"
+    assert members.version == version + 1, "a repeated message must not change the version"
     members.set_draining("d", 2, False)
     members.set_draining("nobody", 1, False)
-    assert members.snapshot().engines[0].draining, "another process's word changes nothing"
+    assert members.snapshot().engines[0].draining, "messages of other processes must change nothing"
     members.set_draining("d", 1, False)
     assert not any(engine.draining for engine in members.snapshot().engines)
 
@@ -143,7 +143,7 @@ def test_a_group_that_registers_again_says_whether_it_drains(members: Membership
     members.add_group(group.with_draining(True))
     assert members.snapshot().engines[0].draining
     fresh = Membership(clock, first_version=1)
-    assert fresh.add_group(group.with_draining(True)).draining, "so that a restarted directory knows it, too"
+    assert fresh.add_group(group.with_draining(True)).draining, "a restarted directory must learn it, too"
 
 
 def test_members_that_a_restarted_directory_lacks_are_still_listed_until_its_list_is_complete(clock: Clock) -> None:
@@ -166,7 +166,7 @@ def test_members_that_a_restarted_directory_lacks_are_still_listed_until_its_lis
     assert {gateway.identity for gateway in partly.gateways} == {"lost gateway", "found gateway"}
 
     members.complete()
-    assert members.snapshot().version > partly.version, "or nobody would hear of it"
+    assert members.snapshot().version > partly.version, "watchers would otherwise not get the complete list"
     assert members.snapshot().completed_by(partly) == members.snapshot()
     assert [record.engine_id for record in members.snapshot().engines] == ["new process", "found"]
     version = members.version
@@ -174,7 +174,7 @@ def test_members_that_a_restarted_directory_lacks_are_still_listed_until_its_lis
     assert members.version == version
 
 
-def test_a_group_is_asked_to_leave_by_any_of_its_ranks_and_hears_of_it(members: Membership) -> None:
+def test_a_group_found_by_any_rank_is_asked_to_leave_by_heartbeat_replies(members: Membership) -> None:
     members.add_group(group_of("d", size=2))
     group = members.group_with(1)
     members.ask_to_leave(group.group_id)
@@ -185,15 +185,15 @@ def test_a_group_is_asked_to_leave_by_any_of_its_ranks_and_hears_of_it(members: 
         members.group_with(2)
 
 
-def test_a_group_that_leaves_goes_on_leaving_where_the_directory_has_forgotten_it(members: Membership) -> None:
-    """A directory that restarted, or was cut off from the group, must not ask it to stay."""
+def test_a_draining_group_keeps_leaving_if_the_directory_has_forgotten_the_order(members: Membership) -> None:
+    """A directory that restarted, or lost its connection to the group, must not ask it to stay."""
     members.add_group(alone("a").with_draining(True))
     assert members.note_heartbeat("a", 1) is HeartbeatReply.LEAVE
     members.ask_to_leave("a", False)
     assert members.note_heartbeat("a", 1) is HeartbeatReply.LISTED
 
 
-def test_a_directory_that_was_stopped_takes_nobody_for_silent(members: Membership, clock: Clock) -> None:
+def test_time_while_the_directory_was_stopped_does_not_count_as_silence(members: Membership, clock: Clock) -> None:
     members.add_group(alone("a"))
     clock.now_s = 5.0
     members.add_group(alone("b"))
@@ -201,7 +201,7 @@ def test_a_directory_that_was_stopped_takes_nobody_for_silent(members: Membershi
     members.skip_stall(9.0)
     assert members.remove_silent() == []
     clock.now_s = 15.5
-    assert members.remove_silent() == ["a"], "6.5 s while it could have been heard"
+    assert members.remove_silent() == ["a"], "it was silent for 6.5 s apart from the stall"
     clock.now_s = 22.0
     assert members.remove_silent() == ["b"]
 
@@ -212,7 +212,7 @@ def test_drains_are_counted_and_exported(members: Membership) -> None:
     assert values == [2, 3.0, 3, 0]
 
 
-def test_those_that_fall_silent_are_removed_and_others_stay(members: Membership, clock: Clock) -> None:
+def test_silent_members_are_removed_and_others_stay(members: Membership, clock: Clock) -> None:
     members.add_group(alone("a", epoch=1))
     members.add_gateway(make_gateway("g"))
     clock.now_s = 4.0
@@ -224,7 +224,7 @@ def test_those_that_fall_silent_are_removed_and_others_stay(members: Membership,
     assert members.remove_silent() == []
 
 
-async def test_a_member_that_starts_says_again_and_again_that_the_application_lives(
+async def test_a_starting_member_reports_repeatedly_that_the_application_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[object, ...]] = []
@@ -244,7 +244,7 @@ async def test_a_member_that_starts_says_again_and_again_that_the_application_li
     assert len(calls) == said
 
 
-def test_a_group_that_starts_is_told_of_until_it_is_listed_or_silent(members: Membership, clock: Clock) -> None:
+def test_a_starting_group_is_shown_until_it_is_listed_or_silent(members: Membership, clock: Clock) -> None:
     def told() -> list[str]:
         return [f"{group.group_id} {group.state}" for group in members.snapshot().starting]
 
@@ -253,7 +253,7 @@ def test_a_group_that_starts_is_told_of_until_it_is_listed_or_silent(members: Me
         return members.version
 
     first = note("a", "fetches")
-    assert note("a", "fetches") == first  # watchers need not hear the same again
+    assert note("a", "fetches") == first  # a repeated state is no change for watchers
     assert note("a", "loads the model") > first
     clock.now_s = STARTING_S - 1.0
     note("b", "fetches")
@@ -268,7 +268,7 @@ def test_a_group_that_starts_is_told_of_until_it_is_listed_or_silent(members: Me
     assert members.version > version
 
 
-def test_a_directory_whose_members_have_left_is_soon_alone(clock: Clock) -> None:
+def test_an_application_whose_members_have_left_is_soon_gone(clock: Clock) -> None:
     liveness = AppLiveness(clock)
     clock.now_s = NO_MEMBER_S
     liveness.note_heartbeat()
@@ -278,22 +278,22 @@ def test_a_directory_whose_members_have_left_is_soon_alone(clock: Clock) -> None
     assert liveness.is_gone
 
 
-def test_a_directory_that_is_cut_off_from_its_members_waits_until_ray_would_have_ended_them(clock: Clock) -> None:
-    """Its successor has another cluster key: members that come back could not talk to new ones."""
+def test_an_application_with_lost_members_is_gone_only_after_ray_would_have_ended_them(clock: Clock) -> None:
+    """A successor would have another cluster key, with which returning members could not talk to new ones."""
     liveness = AppLiveness(clock)
     liveness.lost()
     clock.now_s = LOST_S
     assert not liveness.is_gone
     liveness.note_heartbeat()
     clock.now_s += NO_MEMBER_S + 1.0
-    assert liveness.is_gone, "those that were lost are no reason any more: others were there later, and have left"
+    assert liveness.is_gone, "after later members have left, the lost ones must not count any more"
     liveness.note_heartbeat()
     liveness.lost()
     clock.now_s += LOST_S + 1.0
     assert liveness.is_gone
 
 
-def test_a_directory_that_was_stopped_is_not_alone_when_it_goes_on(clock: Clock) -> None:
+def test_an_application_is_not_gone_after_its_directory_was_stopped_for_a_while(clock: Clock) -> None:
     liveness = AppLiveness(clock)
     clock.now_s = 100.0
     liveness.skip_stall(90.0)

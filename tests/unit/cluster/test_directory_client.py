@@ -1,4 +1,4 @@
-"""Calls to the directory that nobody answers, since a link took them. Without Ray: its handles are stood in for."""
+"""Calls to the directory that get no answer because a network link fails. Without Ray: fakes replace its handles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 20.0
 
 
 class Handle:
-    """A directory's, as Ray gives it. While `answers` is false what is asked is never answered."""
+    """A fake of the directory's actor handle. While `answers` is false, calls are never answered."""
 
     def __init__(self) -> None:
         self.answers = True
@@ -37,7 +37,7 @@ class Handle:
         self.asked.append(method)
         if not self.answers:
             await asyncio.sleep(PATIENCE_S)
-            raise AssertionError("nobody waits for so long")
+            raise AssertionError("the caller has waited without a limit")
         return HeartbeatReply.LISTED
 
 
@@ -50,7 +50,7 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Handle:
 
 
 @pytest.mark.parametrize("method", ["leave", "drain", "report_group", "application_lives"])
-async def test_a_call_that_is_lost_with_a_link_has_an_end(directory: Handle, method: str) -> None:
+async def test_a_call_lost_with_its_link_ends_with_an_error(directory: Handle, method: str) -> None:
     watch = DirectoryClient("app")
     await watch.call("heartbeat", "g")
     directory.answers = False
@@ -58,7 +58,7 @@ async def test_a_call_that_is_lost_with_a_link_has_an_end(directory: Handle, met
         await asyncio.wait_for(watch.call(method, "g"), PATIENCE_S / 2)
 
 
-async def test_a_directory_that_is_still_starting_is_waited_for(
+async def test_the_first_call_waits_longer_for_a_directory_that_is_starting(
     directory: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory_client, "FIRST_ANSWER_S", 0.2)
@@ -84,7 +84,7 @@ async def test_a_member_whose_heartbeat_is_lost_registers_again(directory: Handl
     heart.cancel()
 
 
-async def test_a_watcher_keeps_members_that_a_restarted_directory_has_not_found_again(
+async def test_a_watcher_keeps_members_that_have_not_yet_registered_with_a_restarted_directory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     a, b = (make_record(engine_id=name, rank=rank) for rank, name in enumerate("ab"))
@@ -125,12 +125,12 @@ async def test_a_watch_without_news_returns_the_last_snapshot(monkeypatch: pytes
     assert asked == [-1, 7]
 
 
-async def test_a_directory_whose_clock_is_behind_its_predecessors_is_heard() -> None:
-    """The directory restarted on another machine: its versions begin at that machine's time."""
+async def test_snapshots_of_a_directory_whose_clock_is_behind_its_predecessors_are_applied() -> None:
+    """A directory that restarts on another machine begins its versions at that machine's time."""
 
     class Nobody:
         async def watch(self, version: int) -> DirectorySnapshot:
-            raise AssertionError("nobody asks")
+            raise AssertionError("no watch was expected")
 
     client = ZmqEngineClient(Nobody(), ClusterKey.generate(), "g")
     client.apply(DirectorySnapshot(1000, [make_record(engine_id="a")], []))
@@ -139,8 +139,8 @@ async def test_a_directory_whose_clock_is_behind_its_predecessors_is_heard() -> 
     await client.close()
 
 
-def test_the_process_that_asks_for_another_waits_no_longer_than_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process would stay on the machine for good, one more for each call that was lost."""
+def test_the_helper_process_of_a_call_waits_no_longer_than_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each lost call would leave a process on the machine for ever."""
     waited: list[float] = []
 
     def get(_: object, *, timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""Recordings of an engine: torch's profiler between two steps, and the file that comes of it."""
+"""Profiles of an engine: torch's profiler starts and stops between steps, and writes a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.cluster.engines.profiler import EngineProfiler
 
 
 class StepThread:
-    """One thread, which runs what it is given and adds numbers in between."""
+    """A thread that runs the given functions; a step adds two tensors."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
@@ -49,11 +49,11 @@ def names(path: str) -> set[str]:
         return {str(event.get("name")) for event in json.load(file)["traceEvents"]}
 
 
-async def test_steps_are_in_a_file_that_perfetto_reads(thread: StepThread, tmp_path: Path) -> None:
+async def test_steps_are_recorded_in_a_file_that_perfetto_reads(thread: StepThread, tmp_path: Path) -> None:
     profiler = EngineProfiler("engine-1", "192.0.2.1", thread.run, tmp_path / "traces")
     assert await profiler.stop() is None
     begun = await profiler.start()
-    assert await profiler.start() == begun, "one recording at a time"
+    assert await profiler.start() == begun, "a second start must not begin another recording"
     await thread.step()
     trace = await profiler.stop()
     assert trace is not None
@@ -65,7 +65,7 @@ async def test_steps_are_in_a_file_that_perfetto_reads(thread: StepThread, tmp_p
     assert await profiler.stop() is None
 
 
-async def test_a_recording_that_nobody_ends_ends_by_itself(
+async def test_a_recording_that_is_not_stopped_ends_by_itself(
     thread: StepThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiler_module, "LONGEST_S", 0.2)
@@ -80,7 +80,7 @@ async def test_a_recording_that_nobody_ends_ends_by_itself(
             await asyncio.sleep(0.05)
 
 
-async def test_one_that_cannot_begin_says_so_and_the_next_can(tmp_path: Path) -> None:
+async def test_after_a_recording_that_cannot_begin_the_next_one_can(tmp_path: Path) -> None:
     async def fail(work: Callable[[], None]) -> None:
         raise RuntimeError("the engine has ended")
 
@@ -118,6 +118,6 @@ print(len(imported))
 
 @pytest.mark.slow
 def test_the_first_recording_of_a_process_imports_nothing_between_steps(tmp_path: Path) -> None:
-    """Several hundred modules, read from a cold disk, once passed for a step that hangs."""
+    """Importing several hundred modules from a cold disk once took so long that the step was taken for hanging."""
     done = subprocess.run([sys.executable, "-c", FRESH_PROCESS, tmp_path], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["0"]), done.stderr

@@ -14,7 +14,7 @@ from ...helpers.fakes import CountingEngine
 
 
 def engine_samples(status: Status | None, counters: MessageCounters = MessageCounters()) -> dict[str, float]:
-    """Return values by name and the labels that are not of the engine."""
+    """Return values by metric name and the labels apart from the engine's own."""
     labels = {"model_name": "m", "engine": "decode-1", "role": "decode"}
     found = {}
     for family in EngineMetrics(list(labels.values()), lambda: status, counters).collect():
@@ -79,7 +79,7 @@ EXPECTED = {
 }
 
 
-def test_an_engine_exports_messages_that_were_lost_also_before_its_first_status() -> None:
+def test_an_engine_exports_lost_messages_even_before_its_first_status() -> None:
     lost = MessageCounters(malformed_messages=5, stale_messages=6, undeliverable_messages=7)
     assert engine_samples(None, lost) == {
         "engine_messages_malformed_total": 5,
@@ -88,7 +88,7 @@ def test_an_engine_exports_messages_that_were_lost_also_before_its_first_status(
     }
 
 
-def test_what_hands_nothing_over_and_has_no_tiers_has_no_such_series() -> None:
+def test_an_engine_without_hand_offs_and_tiers_has_no_such_series() -> None:
     found = engine_samples(Status(1, CountingEngine().stats()))
     assert not [name for name in found if name.startswith(("kv_tickets", "kv_tier", "kv_peers"))]
     assert found["engine_steps_total"] == 0

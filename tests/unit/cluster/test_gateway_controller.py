@@ -40,14 +40,14 @@ def reaches(mode: LoadBalancing, engines: list[EngineRecord]) -> list[tuple[str,
     return [(each.node_id, each.reach) for each in gateway_placements(mode, engines).values()]
 
 
-def test_there_is_a_gateway_on_each_node_that_writes_answers() -> None:
+def test_there_is_a_gateway_on_each_node_that_decodes() -> None:
     assert reaches(LoadBalancing.HYBRID, ENGINES) == [
         ("b", Reach(mode=LoadBalancing.HYBRID, node_id="b")),
         ("c", Reach(mode=LoadBalancing.HYBRID, node_id="c")),
     ]
 
 
-def test_there_is_a_gateway_beside_each_rank_that_writes_answers() -> None:
+def test_there_is_a_gateway_for_each_rank_that_decodes() -> None:
     assert reaches(LoadBalancing.EXTERNAL, ENGINES) == [
         ("b", Reach(mode=LoadBalancing.EXTERNAL, rank=1)),
         ("c", Reach(mode=LoadBalancing.EXTERNAL, rank=2)),
@@ -55,7 +55,7 @@ def test_there_is_a_gateway_beside_each_rank_that_writes_answers() -> None:
     ]
 
 
-def test_a_rank_that_moved_to_another_node_has_its_gateway_there() -> None:
+def test_the_gateway_of_a_rank_moves_with_it_to_another_node() -> None:
     before = gateway_placements(LoadBalancing.EXTERNAL, [make_record(rank=1, node="b")])
     after = gateway_placements(LoadBalancing.EXTERNAL, [make_record(rank=1, node="c")])
     assert before.keys().isdisjoint(after)
@@ -81,7 +81,7 @@ def test_a_port_that_is_released_goes_to_the_next_gateway() -> None:
     assert ports.port_of(placement(1, "x")) == 8003
 
 
-def test_gateways_that_are_there_already_keep_their_ports() -> None:
+def test_existing_gateways_keep_their_ports() -> None:
     ports = PortAllocator(8000)
     ports.reserve(placement(1, "x"), 8000)
     assert ports.port_of(placement(0, "x")) == 8001
@@ -112,20 +112,20 @@ def test_a_placement_is_kept_while_it_is_needed_and_for_a_while(
     assert decide_action(there, needed=needed, application="now", now_s=now_s) is action
 
 
-def test_a_gateway_that_lives_but_is_not_listed_for_long_hangs() -> None:
+def test_a_running_gateway_that_is_unlisted_for_long_counts_as_ended() -> None:
     hanging = RunningGateway(Any, make_gateway("g"), asyncio.Future(loop=asyncio.new_event_loop()))
     hanging.update_listing({"g"}, now_s=0.0)
-    assert not hanging.has_ended(UNLISTED_TIMEOUT_S + 1), "nothing is known against it"
+    assert not hanging.has_ended(UNLISTED_TIMEOUT_S + 1), "the gateway is still listed"
     hanging.update_listing(set(), now_s=100.0)
     hanging.update_listing(set(), now_s=105.0)
     assert not hanging.has_ended(100.0 + UNLISTED_TIMEOUT_S)
     assert hanging.has_ended(101.0 + UNLISTED_TIMEOUT_S)
     hanging.update_listing({"g"}, now_s=120.0)
-    assert not hanging.has_ended(200.0), "it has registered again"
+    assert not hanging.has_ended(200.0), "the gateway has registered again"
 
 
 class Controller(gateway_controller.GatewayController):
-    """A controller that runs, with a gateway that takes what it is told as the test says."""
+    """A running controller of one gateway, whose `reconfigure` ends with `outcomes`, one by one."""
 
     def __init__(self, outcomes: list[Exception | None]) -> None:
         self.told: list[Any] = []
@@ -139,13 +139,13 @@ class Controller(gateway_controller.GatewayController):
         self.started: list[Any] = []
 
     def __del__(self) -> None:  # type: ignore[override]
-        """Do nothing: no test awaits it."""
+        """Do nothing: the base class's coroutine would never be awaited."""
 
     async def give(self, user_config: dict[str, Any]) -> None:
         await self.reconfigure(user_config)
-        await self.look_again()
+        await self.reconcile()
 
-    async def look_again(self) -> None:
+    async def reconcile(self) -> None:
         await self._reconcile(self.placement, needed=True)
 
     @property
@@ -175,17 +175,17 @@ class Controller(gateway_controller.GatewayController):
 LESS = {"gateway": {"max_inflight_requests": 7}}
 
 
-async def test_gateways_that_run_take_what_the_controller_is_told_once() -> None:
+async def test_running_gateways_get_new_settings_once() -> None:
     controller = Controller([])
     await controller.has_gateway()
     await controller.give({})
-    assert controller.told == [{}], "it may be the gateway of an earlier controller"
+    assert controller.told == [{}], "a gateway of an earlier controller may have other settings"
     for _ in range(2):
         await controller.give(LESS)
     assert (controller.told, controller.ended) == ([{}, LESS], 0)
 
 
-async def test_a_gateway_that_could_not_take_settings_is_told_again() -> None:
+async def test_settings_are_sent_again_to_a_gateway_that_did_not_answer() -> None:
     controller = Controller([ray.exceptions.GetTimeoutError(), None])
     await controller.has_gateway()
     for _ in range(3):
@@ -193,19 +193,19 @@ async def test_a_gateway_that_could_not_take_settings_is_told_again() -> None:
     assert controller.told == [LESS, LESS]
 
 
-async def test_wrong_settings_reach_no_gateway_but_to_be_refused_there() -> None:
+async def test_wrong_settings_are_sent_once_and_do_not_become_the_controllers() -> None:
     controller = Controller([])
     await controller.has_gateway()
     await controller.give(LESS)
     await controller.give({"gateway": {"max_inflight_requests": 0}})
     assert controller.told == [LESS, {"gateway": {"max_inflight_requests": 0}}]
     controller.told.clear()
-    await controller.look_again()
+    await controller.reconcile()
     assert (controller.told, controller.settings.max_inflight_requests) == ([], 7)
 
 
 @pytest.mark.parametrize("setting", [{"port": 9000}, {"host": "127.0.0.1"}, {"num_cpus": 1}, {"body_processes": 1}])
-async def test_a_gateway_is_replaced_for_what_it_keeps_from_its_start_on(setting: dict[str, Any]) -> None:
+async def test_a_gateway_is_replaced_for_a_setting_that_it_cannot_change(setting: dict[str, Any]) -> None:
     controller = Controller([])
     await controller.has_gateway()
     await controller.give({"gateway": setting})
@@ -214,7 +214,7 @@ async def test_a_gateway_is_replaced_for_what_it_keeps_from_its_start_on(setting
 
 
 class SlowServer:
-    """A gateway server that is asked about before it serves."""
+    """A gateway server that starts only once `opened` is set."""
 
     opened: asyncio.Event
 
@@ -228,10 +228,10 @@ class SlowServer:
         await asyncio.sleep(3600)
 
 
-async def test_a_gateway_that_is_listed_before_it_serves_is_not_taken_for_ended(
+async def test_a_gateway_that_is_listed_before_it_serves_does_not_count_as_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The directory asks it to `run` as soon as it registers."""
+    """The controller calls `run` as soon as the gateway is listed."""
     SlowServer.opened = asyncio.Event()
     monkeypatch.setattr(gateway_controller, "GatewayServer", SlowServer)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))

@@ -26,7 +26,7 @@ SHAPES = Path(__file__).parents[3] / "configs/models"
         (Device("CPU", 1 * GB, is_gpu=False), []),
     ],
 )
-def test_a_device_is_offered_what_fits(device: Device, names: list[str]) -> None:
+def test_a_device_is_offered_the_models_that_fit(device: Device, names: list[str]) -> None:
     assert [model.name for model in fitting(device)] == [f"Qwen/{name}" for name in names]
     error = no_model(device)
     assert all(f"baton serve Qwen/{name} " in error for name in names)
@@ -34,7 +34,7 @@ def test_a_device_is_offered_what_fits(device: Device, names: list[str]) -> None
 
 
 @pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-32b"])
-def test_sizes_are_those_of_the_shapes_that_are_here(shape: str) -> None:
+def test_sizes_are_those_of_the_models_shapes(shape: str) -> None:
     (known,) = [model for model in KNOWN_MODELS if model.name.lower() == f"qwen/{shape}"]
     model = load_config(SHAPES / shape, load_format="dummy")
     config = EngineConfig(model=str(SHAPES / shape))

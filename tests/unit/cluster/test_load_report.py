@@ -17,7 +17,7 @@ from baton.cluster.cli.load.report import NoResult, read_results, report
 
 
 def answers(count: int = 20, *, slower: float = 1.0, error: str = "") -> list[MeasuredRequest]:
-    """Requests sent every 100 ms, each with five tokens; every tenth one fails where there is an error."""
+    """Return requests sent every 100 ms, each with five tokens; with an `error`, every tenth one fails."""
     return [
         MeasuredRequest(
             start_s=0.1 * index,
@@ -45,7 +45,7 @@ def drawn(page: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)]
 
 
-def test_figures_are_of_the_requests_that_were_answered() -> None:
+def test_figures_count_only_answered_requests() -> None:
     result = run(error="503", goodput=["ttft:60"], metric_percentiles="50,99.9", metadata=["gpu=none", "model_id=x"])
     assert (result["completed"], result["failed"], result["errors"]) == (18, 2, ["503"])
     assert result["output_throughput"] == 18 * 5 / 2.5
@@ -60,7 +60,7 @@ def test_a_quantile_lies_between_its_neighbours() -> None:
     assert [quantile([1.0, 2.0, 4.0], share) for share in (0, 0.25, 0.5, 0.75, 1)] == [1.0, 1.5, 2.0, 3.0, 4.0]
 
 
-def test_rates_over_time_add_up_to_what_was_sent() -> None:
+def test_rates_over_time_add_up_to_the_requests_sent() -> None:
     plots = run()["plots"]
     assert sum(plots["output_tokens_per_s"]) * plots["bucket_s"] == pytest.approx(100, rel=1e-3)
     assert sum(plots["requests_per_s"]) * plots["bucket_s"] == pytest.approx(20, rel=1e-3)
@@ -69,7 +69,7 @@ def test_rates_over_time_add_up_to_what_was_sent() -> None:
     assert plots["ttft_ms"] == sorted(plots["ttft_ms"])
 
 
-def test_each_requests_times_are_kept_where_they_are_asked_for_and_never_printed() -> None:
+def test_times_of_each_request_are_saved_on_request_and_never_printed() -> None:
     assert "ttfts" not in run()
     detailed = run(save_detailed=True)
     assert len(detailed["ttfts"]) == len(detailed["itls"]) == len(detailed["start_times"]) == 20
@@ -99,7 +99,7 @@ def test_two_runs_are_side_by_side_with_their_difference() -> None:
     assert row is not None
     assert 'class="worse">+100.0 %' in row[0]
     assert 'class="same">+0.0 %' in page
-    assert page.count('polyline class="line s1"') == 5, "each plot with lines has one of the second run"
+    assert page.count('polyline class="line s1"') == 5, "each plot with lines must have one of the second run"
 
 
 def test_a_sweep_has_a_pareto_front() -> None:
@@ -112,7 +112,7 @@ def test_a_sweep_has_a_pareto_front() -> None:
     assert front([1, 1], [1, 1]) == [True, True]
 
 
-def test_the_speed_of_an_answer_is_that_of_its_tokens_also_where_several_events_come_at_once() -> None:
+def test_the_speed_of_an_answer_is_per_token_even_if_several_events_come_at_once() -> None:
     at_once = [MeasuredRequest(ttft_s=0.1, latency_s=0.14, itl_s=[0.0, 0.0, 0.0, 0.04], output_tokens=5)] * 3
     measured = summary(ServeLoad(max_concurrency=1), "tiny", at_once, 1.0)
     assert (measured["median_itl_ms"], measured["median_tpot_ms"]) == (0.0, pytest.approx(10.0))

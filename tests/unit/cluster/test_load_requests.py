@@ -1,4 +1,4 @@
-"""The requests of `baton bench serve` and their times: data sets, arrivals, options that do not go together."""
+"""The requests of `baton bench serve` and their times: data sets, arrivals, contradictory options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
-def test_random_prompts_have_the_lengths_that_were_asked_for_and_a_common_prefix() -> None:
+def test_random_prompts_have_the_requested_lengths_and_a_common_prefix() -> None:
     found = requests_of(input_len=100, random_range_ratio=0.5, random_prefix_len=7, output_len=10, num_warmups=2)
     assert len(found) == 22
     assert {tuple(each.prompt[:7]) for each in found} == {tuple(found[0].prompt[:7])}
@@ -63,7 +63,7 @@ def test_a_seed_repeats_its_prompts_and_another_one_does_not() -> None:
     assert requests_of(seed=3) == requests_of(seed=3) != requests_of(seed=4)
 
 
-def test_chats_get_texts() -> None:
+def test_chat_requests_have_text_prompts() -> None:
     assert all(isinstance(each.prompt, str) and len(each.prompt) == 8 for each in _chats(input_len=8))
 
 
@@ -71,7 +71,7 @@ def _chats(**changed: Any) -> list[LoadRequest]:
     return requests_of(backend=LoadBackend.OPENAI_CHAT, **changed)
 
 
-def test_conversations_give_their_first_turn_and_the_length_of_its_answer(tmp_path: Path) -> None:
+def test_a_conversation_becomes_its_first_turn_with_the_length_of_its_answer(tmp_path: Path) -> None:
     path = tmp_path / "conversations.json"
     long, short = conversation("a" * 1025, "b" * 10), conversation("a", "b")
     path.write_text(json.dumps([conversation("a question", "an answer"), long, short, {"conversations": []}]))
@@ -81,13 +81,13 @@ def test_conversations_give_their_first_turn_and_the_length_of_its_answer(tmp_pa
     assert once == [LoadRequest("a question", 5)]
 
 
-def test_lines_of_prompts_say_how_long_their_answers_are(tmp_path: Path) -> None:
+def test_lines_of_prompts_state_the_lengths_of_their_answers(tmp_path: Path) -> None:
     path = write(tmp_path / "prompts.jsonl", {"prompt": "one", "output_tokens": 3}, {"prompt": "two"})
     found = requests_of(dataset_name=DataSet.CUSTOM, dataset_path=path, num_prompts=2)
     assert sorted((str(each.prompt), each.output_tokens) for each in found) == [("one", 3), ("two", 256)]
 
 
-def test_lines_of_chats_may_say_what_answer_they_expect(tmp_path: Path) -> None:
+def test_lines_of_chats_may_state_a_predicted_answer(tmp_path: Path) -> None:
     path = write(tmp_path / "prompts.jsonl", {"prompt": "one", "prediction": "1"}, {"prompt": "two"})
     found = _chats(dataset_name=DataSet.CUSTOM, dataset_path=path, num_prompts=2, disable_shuffle=True)
     assert [each.prediction for each in found] == ["1", None]
@@ -95,7 +95,7 @@ def test_lines_of_chats_may_say_what_answer_they_expect(tmp_path: Path) -> None:
         requests_of(dataset_name=DataSet.CUSTOM, dataset_path=path)
 
 
-def test_a_traces_requests_come_at_its_times_and_share_its_prefixes(tmp_path: Path) -> None:
+def test_requests_of_a_trace_have_its_times_and_share_its_prefixes(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 5000, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]},
         {"timestamp": 6000, "input_length": 700, "output_length": 5, "hash_ids": [1, 3]},
@@ -108,7 +108,7 @@ def test_a_traces_requests_come_at_its_times_and_share_its_prefixes(tmp_path: Pa
     assert [(len(each.prompt), each.output_tokens) for each in found] == [(600, 4), (700, 5), (30, 6), (30, 6)]
     assert found[0].prompt[:512] == found[1].prompt[:512]
     assert found[0].prompt[512:600] != found[1].prompt[512:600]
-    assert found[2].prompt != found[3].prompt, "without hash ids nothing is shared"
+    assert found[2].prompt != found[3].prompt, "prompts without hash ids must share nothing"
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,7 @@ def test_a_traces_requests_come_at_its_times_and_share_its_prefixes(tmp_path: Pa
         (DataSet.TIMED_TRACE, '{"timestamp": 0}', "line 1"),
     ],
 )
-def test_a_file_that_is_no_such_data_set_is_refused_by_its_name(
-    tmp_path: Path, name: DataSet, text: str, said: str
-) -> None:
+def test_a_file_of_another_format_is_refused_by_its_name(tmp_path: Path, name: DataSet, text: str, said: str) -> None:
     path = tmp_path / "file"
     path.write_text(text)
     with pytest.raises(InvalidLoad, match=f"{path}.*{said}"):
@@ -162,7 +160,7 @@ def test_a_file_that_is_no_such_data_set_is_refused_by_its_name(
         ({"dataset_name": DataSet.PREFIX_REPETITION, "dataset_path": Path("x")}, "prefix_repetition has no"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused_by_name(options: dict[str, Any], said: str) -> None:
+def test_contradictory_options_are_refused_by_name(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidLoad, match=said):
         load(**options).check()
 
@@ -184,7 +182,7 @@ def test_the_server_is_a_url_or_a_host_and_a_port(options: dict[str, Any], serve
     assert load(**options, endpoint="/x").route == "/x"
 
 
-def test_prefixes_are_repeated_equally_often_before_other_tokens() -> None:
+def test_each_prefix_is_repeated_equally_often_with_different_suffixes() -> None:
     lengths = {"prefix_repetition_prefix_len": 9, "prefix_repetition_suffix_len": 3, "num_prompts": 12}
     asked = {"dataset_name": DataSet.PREFIX_REPETITION, "prefix_repetition_num_prefixes": 4, **lengths}
     found = requests_of(**asked)
@@ -198,7 +196,7 @@ def test_prefixes_are_repeated_equally_often_before_other_tokens() -> None:
     assert {each.output_tokens for each in requests_of(**asked, output_len=7)} == {7}
 
 
-def test_a_files_order_is_kept_if_asked(tmp_path: Path) -> None:
+def test_the_order_of_a_file_is_kept_on_request(tmp_path: Path) -> None:
     texts = [f"prompt number {number}" for number in range(20)]
     lines = write(tmp_path / "lines.jsonl", *[{"prompt": text} for text in texts])
     turns = tmp_path / "turns.json"
@@ -209,14 +207,14 @@ def test_a_files_order_is_kept_if_asked(tmp_path: Path) -> None:
         assert [each.prompt for each in requests_of(**asked)] != texts
 
 
-def test_a_trace_is_sent_at_another_pace_if_asked(tmp_path: Path) -> None:
+def test_a_trace_is_sent_at_another_rate_on_request(tmp_path: Path) -> None:
     lines = [{"timestamp": 1000 * at, "input_length": 4, "output_length": 2, "hash_ids": [at]} for at in range(3)]
     trace = {"dataset_name": DataSet.TIMED_TRACE, "dataset_path": write(tmp_path / "trace.jsonl", *lines)}
     assert [each.at_s for each in requests_of(**trace)] == [0.0, 1.0, 2.0]
     assert [each.at_s for each in requests_of(**trace, self_timed=False, request_rate=5.0)] == [None] * 3
 
 
-def test_burstiness_changes_how_even_arrivals_are_and_not_how_many() -> None:
+def test_burstiness_changes_the_variance_of_delays_and_not_their_mean() -> None:
     spreads = {}
     for burstiness in (0.25, 1.0, 4.0, math.inf):
         delays = list(delays_s(load(request_rate=10.0, burstiness=burstiness), 4000))
@@ -231,18 +229,18 @@ def test_burstiness_changes_how_even_arrivals_are_and_not_how_many() -> None:
 @pytest.mark.parametrize(
     ("strategy", "middle"), [(RampUp.LINEAR, 1 / 50.5), (RampUp.EXPONENTIAL, 1 / 10)], ids=["linear", "exponential"]
 )
-def test_a_rate_rises_from_its_first_to_its_last(strategy: RampUp, middle: float) -> None:
+def test_a_ramp_up_rises_from_its_first_rate_to_its_last(strategy: RampUp, middle: float) -> None:
     ramp = {"ramp_up_strategy": strategy, "ramp_up_start_rps": 1.0, "ramp_up_end_rps": 100.0}
     delays = list(delays_s(load(burstiness=math.inf, **ramp), 101))
     assert (delays[0], delays[50], delays[-1]) == pytest.approx((1.0, middle, 0.01))
 
 
 @pytest.mark.parametrize("rate", [0.0, math.inf])
-def test_without_a_rate_all_are_sent_at_once(rate: float) -> None:
+def test_without_a_rate_all_requests_are_sent_at_once(rate: float) -> None:
     assert set(delays_s(load(request_rate=rate), 5)) == {0.0}
 
 
-def test_a_request_that_is_late_does_not_delay_those_behind_it() -> None:
+def test_a_late_request_does_not_delay_the_later_ones() -> None:
     clock, sent = Clock(), []
     began_s = clock.now_s
 

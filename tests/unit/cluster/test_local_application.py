@@ -1,4 +1,4 @@
-"""`baton serve` says that it is ready when requests take the ways that they will take from then on."""
+"""`baton serve` reports that it is ready once the gateway routes requests as it will from then on."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def table(*engines: dict[str, Any], own: list[int], others: list[int] | None = N
     return {"gateway": "a", "gateways": gateways, "data": list(engines)}
 
 
-def test_an_application_is_whole_when_its_gateway_has_heard_from_both_engines() -> None:
+def test_an_application_is_ready_when_its_gateway_reaches_both_engines() -> None:
     decode, prefill = engine(0, "decode"), engine(1, "prefill")
     assert is_whole(table(decode, prefill, own=[0, 1]), PAIR)
     assert not is_whole(table(decode, own=[0]), PAIR), "the prefill engine is not listed yet"
     silent = engine(1, "prefill", reachable=False)
-    assert not is_whole(table(decode, silent, own=[0, 1]), PAIR), "the gateway would compute the prompt elsewhere"
+    assert not is_whole(table(decode, silent, own=[0, 1]), PAIR), "the gateway cannot use the prefill engine yet"
 
 
-def test_an_engine_of_another_gateway_need_not_be_reached_but_must_have_one() -> None:
+def test_an_engine_may_be_reached_by_another_gateway_but_must_be_reached_by_one() -> None:
     engines = engine(0, "unified"), engine(1, "unified", reachable=False)
     assert is_whole(table(*engines, own=[0], others=[1]), {"unified": 2})
     assert not is_whole(table(*engines, own=[0], others=[]), {"unified": 2})
 
 
-def test_engines_that_start_with_the_first_request_are_not_waited_for() -> None:
+def test_a_fleet_that_scales_from_zero_need_not_have_engines() -> None:
     assert is_whole(table(own=[]), {"unified": 0})
 
 
@@ -51,11 +51,11 @@ def test_engines_that_start_with_the_first_request_are_not_waited_for() -> None:
         ({"fleets": {"unified": {"min_replicas": 0, "max_replicas": 2}}, "autoscaling": {}}, 3),
     ],
 )
-def test_ray_starts_the_processes_ahead_that_an_application_begins_with(args: dict[str, Any], processes: int) -> None:
-    """However many cores the machine has: Ray starts as many as it counts CPUs."""
+def test_ray_starts_as_many_processes_in_advance_as_the_application_has(args: dict[str, Any], processes: int) -> None:
+    """Ray starts one process in advance for each CPU that it counts, so the count must not depend on the machine."""
     assert cluster_cpus(load_spec({"model": str(MODEL), **args})) == processes
 
 
-def test_a_cluster_of_its_own_has_the_cpus_that_an_application_reserves() -> None:
+def test_the_local_cluster_has_the_cpus_that_an_application_reserves() -> None:
     fleets = {"unified": {"num_cpus": 3, "replicas": 4}}
     assert cluster_cpus(load_spec({"model": str(MODEL), "fleets": fleets})) >= 4 * 3

@@ -1,4 +1,4 @@
-"""Lines of a process: what each says, where it goes, and what must not get into it."""
+"""Log lines: their fields, their destination, and the escaping of control characters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("baton.cluster.here")
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Other tests read the log their own way."""
+    """Restore the logging configuration after each test."""
     with kept_logging():
         yield
 
@@ -40,7 +40,7 @@ def test_a_line_has_time_level_process_and_request(capsys: pytest.CaptureFixture
     assert re.fullmatch(rf"{time} WARNING gateway-1 \[chat-17\] it is 2", second)
 
 
-def test_a_line_for_programs_has_the_same_in_fields(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_json_line_has_the_same_fields(capsys: pytest.CaptureFixture[str]) -> None:
     configure(LogSettings(format=LogFormat.JSON), "gateway", "gateway-1")
     logs.request_id.set("chat-17")
     try:
@@ -61,14 +61,14 @@ def test_a_line_for_programs_has_the_same_in_fields(capsys: pytest.CaptureFixtur
     }
 
 
-def test_what_a_message_quotes_is_no_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quoted_text_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure(LogSettings(), "gateway", "gateway-1")
     logger.info("of a client: %s", "a\n2026-01-01T00:00:00.000Z ERROR gateway-1 forged \x1b[2J\u2028\x00")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("of a client: a\\n2026-01-01T00:00:00.000Z ERROR gateway-1 forged \\x1b[2J\\u2028\\x00")
 
 
-def test_what_is_below_the_level_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_below_the_level_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     configure(LogSettings(level=LogLevel.WARNING), "gateway", "gateway-1")
     logger.info("nothing")
     logger.warning("something")
@@ -88,17 +88,17 @@ def test_a_second_call_replaces_the_first_and_leaves_handlers_of_others(capsys: 
 
 
 def serves_handler(file: Path) -> MemoryHandler:
-    """Make a handler as Serve gives one to its replicas."""
+    """Return a handler like the one that Serve gives to its replicas."""
     target = logging.FileHandler(file)
     target.setFormatter(logging.Formatter("theirs %(message)s"))
     return MemoryHandler(1, target=target)
 
 
-def test_lines_of_a_replica_are_in_its_file_beside_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_replica_are_in_the_same_file_as_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     serve = logging.getLogger(logs.SERVE)
     kept = serve.handlers[:]
     try:
-        for name in ("first.log", "second.log"):  # Serve makes another handler where its own settings change
+        for name in ("first.log", "second.log"):  # Serve makes a new handler when its logging settings change
             serve.handlers[:] = [serves_handler(tmp_path / name)]
             configure(LogSettings(), "gateway", "gateway-1")
             configure(LogSettings(), "gateway", "gateway-2")
@@ -112,7 +112,7 @@ def test_lines_of_a_replica_are_in_its_file_beside_serves(tmp_path: Path, capsys
     assert capsys.readouterr().err == ""
 
 
-def test_the_setting_is_checked_with_the_application() -> None:
+def test_the_logging_settings_are_checked_with_the_application() -> None:
     args = {"model": "configs/demo/model", "fleets": {"unified": {}}}
     assert (load_spec(args).logging.format, load_spec(args).logging.level) == (LogFormat.TEXT, LogLevel.INFO)
     assert load_spec({**args, "logging": {"format": "json", "level": "debug"}}).logging.level is LogLevel.DEBUG
@@ -121,6 +121,6 @@ def test_the_setting_is_checked_with_the_application() -> None:
             load_spec({**args, "logging": wrong})
 
 
-def test_a_library_that_is_used_without_an_application_logs_as_its_user_says() -> None:
+def test_importing_the_library_adds_no_log_handlers() -> None:
     code = "import logging, baton.cluster.logs, baton.engine; assert not logging.getLogger('baton').handlers"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

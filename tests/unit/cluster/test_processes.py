@@ -1,4 +1,4 @@
-"""Processes that a command has adopted, in a process of their own: the kernel gives it orphans for good."""
+"""Orphans that a command has adopted. The test needs its own process, since adoption cannot be undone."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ print(child.wait())
 """
 
 
-def test_an_orphan_that_has_ended_does_not_stay_and_the_end_of_a_child_is_left_to_what_started_it() -> None:
+def test_ended_orphans_are_reaped_and_children_are_left_to_their_owner() -> None:
     done = subprocess.run([sys.executable, "-c", REAPS], capture_output=True, text=True, timeout=30)
     assert (done.stdout.split(), done.stderr) == (["False", "False", "-9"], "")

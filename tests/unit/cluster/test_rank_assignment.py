@@ -1,4 +1,4 @@
-"""Ranks of a group on the nodes of its bundles."""
+"""Assignment of a group's ranks to the nodes of its bundles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.cluster.engines.launch import GroupEndpoints, RankConfig, RankEndpoin
 
 
 def nodes_of(nodes: list[str], tp_size: int) -> str:
-    """Return the node of each rank."""
+    """Return the node of each rank, joined to one string."""
     return "".join(nodes[each.bundle] for each in assign_ranks(nodes, tp_size))
 
 
@@ -27,7 +27,7 @@ def nodes_of(nodes: list[str], tp_size: int) -> str:
         ("abcabcabc", 3, "aaabbbccc"),
     ],
 )
-def test_ranks_that_follow_each_other_share_a_node(bundles: str, tp_size: int, ranks: str) -> None:
+def test_consecutive_ranks_share_a_node(bundles: str, tp_size: int, ranks: str) -> None:
     assert nodes_of(list(bundles), tp_size) == ranks
 
 
@@ -44,7 +44,7 @@ def test_every_bundle_has_one_rank_and_nodes_are_not_mixed(nodes: list[str], tp_
         assert {each.num_local for each in here} == {len(here)}
 
 
-def test_ranks_are_told_their_rendezvous_and_see_the_gpus_of_their_node() -> None:
+def test_ranks_get_their_rendezvous_and_see_the_gpus_of_their_node() -> None:
     assignments = assign_ranks(["a", "b", "a", "b"], 2)
     endpoints = [
         RankEndpoints("all", GroupEndpoints("first"), ("3",)),
@@ -60,5 +60,5 @@ def test_ranks_are_told_their_rendezvous_and_see_the_gpus_of_their_node() -> Non
     ]
 
 
-def test_a_rank_alone_meets_nobody_and_sees_what_ray_gave_it() -> None:
+def test_a_single_rank_has_no_rendezvous_and_keeps_rays_gpus() -> None:
     assert rank_configs(assign_ranks(["a"], 1), [RankEndpoints(gpus=("5",))], 1) == [RankConfig()]

@@ -1,4 +1,4 @@
-"""A group that is asked to leave, and asked to stay: whichever comes when. Without Ray."""
+"""Groups that are asked to leave, and to stay, in any order and at any time. Without Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE_S = 20.0
 
 
 class Workers:
-    """A group's processes, which have one request."""
+    """A fake of a group's processes, which serve one request."""
 
     actor_names = ()
 
@@ -55,12 +55,12 @@ class Workers:
 
 
 class Directory:
-    """Records the calls, in order. `register_group` is answered once `may_answer` is set."""
+    """A fake directory that records its calls in order. It answers `register_group` once `may_answer` is set."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
         self.may_answer = asyncio.Event()
-        self.num_lost = 0  # calls that are still to be lost with a link
+        self.num_lost = 0  # so many of the next calls fail
 
     async def call(self, method: str, *args: Any) -> Any:
         if method == "register_group":
@@ -74,7 +74,7 @@ class Directory:
 
 
 class Replica(EngineReplica):
-    """A replica whose group has started, and the tasks that it would run, one by one."""
+    """A replica whose group has started; a test runs its tasks one by one."""
 
     def __init__(self, *, drain_timeout_s: float, directory: DirectoryClient | None = None) -> None:
         self.directory, self.workers = Directory(), Workers()
@@ -87,7 +87,7 @@ class Replica(EngineReplica):
         self._tasks = [self._heart]
 
     def __del__(self) -> None:  # type: ignore[override]
-        """Do nothing: no test awaits it."""
+        """Do nothing: the base class's coroutine would never be awaited."""
 
     @property
     def end(self) -> str:
@@ -103,7 +103,7 @@ class Replica(EngineReplica):
         return self._leaving is not None
 
     def asked_to(self, reply: HeartbeatReply) -> None:
-        """Follow what the directory says of the group."""
+        """Handle a reply of the directory."""
         self._follow_reply(reply)
 
     async def stands_still(self) -> None:
@@ -113,7 +113,7 @@ class Replica(EngineReplica):
         await self._register()
 
     def starts(self, task: str) -> asyncio.Task[None]:
-        """Run one of its tasks, and no other."""
+        """Start this task of the replica, and no other."""
         running = asyncio.create_task(self._watch_steps(PATIENCE_S) if task == "watch" else self._report())
         self._tasks = [running]
         return running
@@ -129,11 +129,11 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 async def until(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
+        assert time.monotonic() < deadline_s, "the condition did not become true in time"
         await asyncio.sleep(0.005)
 
 
-async def test_a_group_that_still_waits_for_its_requests_stays_when_it_is_asked_to() -> None:
+async def test_a_draining_group_stays_if_it_is_asked_to_before_it_returns_requests() -> None:
     replica = Replica(drain_timeout_s=PATIENCE_S)
     replica.asked_to(HeartbeatReply.LEAVE)
     await until(lambda: ("drain", True) in replica.directory.told)
@@ -145,8 +145,8 @@ async def test_a_group_that_still_waits_for_its_requests_stays_when_it_is_asked_
     assert not replica.end
 
 
-async def test_a_group_that_stays_says_so_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gateways would never choose it again, though it lives and sends heartbeats."""
+async def test_a_group_that_stays_repeats_the_message_until_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the message is lost, gateways never choose the group again, although it is alive."""
     monkeypatch.setattr(replicas, "RETRY_S", 0.01)
     replica = Replica(drain_timeout_s=PATIENCE_S)
     replica.asked_to(HeartbeatReply.LEAVE)
@@ -158,10 +158,8 @@ async def test_a_group_that_stays_says_so_until_it_is_heard(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("task", ["watch", "report"])
-async def test_a_group_that_cannot_be_watched_any_more_is_not_healthy(
-    monkeypatch: pytest.MonkeyPatch, task: str
-) -> None:
-    """An error that a worker raises is no sign of its end: no other check would notice that it stands still."""
+async def test_a_group_whose_monitoring_has_failed_is_not_healthy(monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+    """A worker that raises an error has not ended: no other check would notice that the group makes no progress."""
     monkeypatch.setattr(replicas, "PULSE_S", 0.01)
     replica = Replica(drain_timeout_s=PATIENCE_S)
     replica.workers.failure = ray.exceptions.RayTaskError("pulse", "somewhere", ValueError("what is this?"))
@@ -170,7 +168,7 @@ async def test_a_group_that_cannot_be_watched_any_more_is_not_healthy(
         await replica.check_health()
 
 
-async def test_a_pulse_that_is_lost_with_a_link_does_not_end_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_pulse_does_not_end_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "PULSE_S", 0.01)
     monkeypatch.setattr(replicas, "ANSWER_S", 0.05)
     replica = Replica(drain_timeout_s=PATIENCE_S)
@@ -184,8 +182,8 @@ async def test_a_pulse_that_is_lost_with_a_link_does_not_end_the_reports(monkeyp
     reports.cancel()
 
 
-async def test_a_group_that_returns_its_requests_leaves_though_it_is_asked_to_stay() -> None:
-    """Its engines take no requests any more: it would be listed for good, and refuse them all."""
+async def test_a_group_that_has_returned_its_requests_leaves_even_if_asked_to_stay() -> None:
+    """Its engines take no more requests: if it stayed, it would be listed and refuse every request."""
     replica = Replica(drain_timeout_s=0.01)
     replica.asked_to(HeartbeatReply.LEAVE)
     await until(lambda: replica.workers.has_returned_requests)
@@ -206,7 +204,7 @@ async def test_a_group_that_dies_while_it_drains_does_not_register_again() -> No
     await until(lambda: ("leave", None) in replica.directory.told)
 
 
-async def test_a_drain_that_begins_while_the_group_registers_is_not_forgotten() -> None:
+async def test_a_drain_that_begins_during_registration_is_kept() -> None:
     replica = Replica(drain_timeout_s=PATIENCE_S)
     registering = asyncio.create_task(replica.registers())
     await asyncio.sleep(0)
@@ -217,10 +215,10 @@ async def test_a_drain_that_begins_while_the_group_registers_is_not_forgotten() 
     assert replica.is_draining
 
 
-async def test_a_group_that_stands_still_is_ended_though_its_link_to_the_directory_took_the_news(
+async def test_a_hanging_group_is_ended_even_if_the_directory_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its devices would be taken until Serve ends the replica by force."""
+    """Otherwise it would hold its devices until Serve kills the replica."""
 
     async def answered(*_: object) -> None:
         pass
@@ -240,8 +238,8 @@ async def test_a_group_that_stands_still_is_ended_though_its_link_to_the_directo
 
 
 @pytest.mark.parametrize("asked_by", ["the directory", "Serve"])
-async def test_a_group_that_stands_still_while_it_drains_holds_nobody_up(asked_by: str) -> None:
-    """Its engines never answer, and Ray waits for ever where that was lost with a link."""
+async def test_a_group_that_hangs_while_draining_is_ended_without_waiting(asked_by: str) -> None:
+    """Its engines never answer, and after a lost link Ray waits for their answers for ever."""
     replica = Replica(drain_timeout_s=PATIENCE_S)
     replica.workers.answers.clear()
     if asked_by == "the directory":

@@ -1,4 +1,4 @@
-"""Outputs of a request that wait in its stream are joined, where a single step could have made them."""
+"""A request's stream joins its waiting outputs if a single step could have produced them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def output(*token_ids: int, **fields: Any) -> EngineOutput:
 
 
 async def taken(*outputs: EngineOutput) -> list[EngineOutput]:
-    """Return what a stream yields where all these outputs wait in it."""
+    """Return the outputs that a stream yields when all of `outputs` wait in it."""
     stream = RequestStream(lambda: None)
     for each in outputs:
         stream.put(each)
     return [each async for each in stream]
 
 
-async def test_tokens_that_wait_come_together_with_what_the_first_and_the_last_output_say() -> None:
+async def test_waiting_tokens_are_joined_with_the_fields_of_the_first_and_the_last_output() -> None:
     first = output(1, num_cached_tokens=16, ages={Stage.STARTED: 0.5})
     joined = output(1, 2, 3, 9, num_cached_tokens=16, ages={Stage.STARTED: 0.5}, **LAST)
     assert await taken(first, output(2), output(3), output(9, **LAST)) == [joined]
@@ -54,17 +54,17 @@ async def test_one_output_is_yielded_as_it_came() -> None:
         output(kv_source=KVSource(ticket=b"t", num_tokens=1)),
     ],
 )
-async def test_what_belongs_to_one_step_stays_apart(apart: EngineOutput) -> None:
+async def test_outputs_with_fields_of_one_step_are_not_joined(apart: EngineOutput) -> None:
     last = output(3, **LAST)
     assert await taken(output(1), apart, last) == [output(1), apart, last]
 
 
 @pytest.mark.parametrize("fields", [{"ages": {Stage.STARTED: 0.5}}, {"num_cached_tokens": 16}])
-async def test_what_a_first_output_says_is_not_joined_to_tokens_before_it(fields: dict[str, Any]) -> None:
+async def test_fields_of_a_first_output_are_not_joined_to_earlier_tokens(fields: dict[str, Any]) -> None:
     assert await taken(output(1), output(2, **fields), output(3, **LAST)) == [output(1), output(2, 3, **fields, **LAST)]
 
 
-async def test_an_error_and_a_lost_engine_come_behind_the_tokens_before_them() -> None:
+async def test_errors_and_lost_engines_come_after_the_tokens_before_them() -> None:
     failed = output(finish_reason=FinishReason.ERROR, error=EngineError(ErrorKind.INTERNAL, "it broke"))
     assert await taken(output(1), output(2), failed) == [output(1, 2), failed]
     stream = RequestStream(lambda: None)
@@ -78,7 +78,7 @@ async def test_an_error_and_a_lost_engine_come_behind_the_tokens_before_them() -
         await anext(stream)
 
 
-async def test_a_stream_that_is_dropped_before_its_end_was_taken_aborts_its_request() -> None:
+async def test_closing_a_stream_before_its_last_output_was_read_aborts_the_request() -> None:
     for outputs, aborts in (([output(1), output(2)], 1), ([output(1), output(2, **LAST)], 0)):
         aborted: list[bool] = []
         stream = RequestStream(lambda aborted=aborted: aborted.append(True))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Counters of `/metrics`, and what they rose by."""
+"""Increases of `/metrics` counters between polls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text(a: int = 0, b: int = 0, low: int = 0, high: int = 0) -> str:
     return TEXT.format(a=a, b=b, low=low, high=high)
 
 
-def test_the_first_poll_is_no_rise_and_a_new_process_begins_at_zero() -> None:
+def test_the_first_poll_is_the_baseline_and_a_restarted_process_begins_at_zero() -> None:
     rises = Rises(60.0)
     rises.add(100.0, samples_of(text(a=50, b=3)))
     assert rises.sum("baton_answers_total") == 0
@@ -36,14 +36,14 @@ def test_the_first_poll_is_no_rise_and_a_new_process_begins_at_zero() -> None:
     assert rises.rate("baton_answers_total") == pytest.approx(15 / 4)
 
 
-def test_what_is_older_than_it_keeps_is_forgotten() -> None:
+def test_polls_outside_the_window_are_forgotten() -> None:
     rises = Rises(10.0)
     for at_s, count in ((0, 0), (5, 10), (14, 11), (16, 12)):
         rises.add(at_s, samples_of(text(a=count)))
     assert rises.sum("baton_answers_total") == 2
 
 
-def test_quantiles_are_of_what_came_since() -> None:
+def test_quantiles_count_only_new_observations() -> None:
     rises = Rises(60.0)
     rises.add(0.0, samples_of(text(low=1000, high=1000)))
     assert rises.quantile("baton_first", 0.5) is None

@@ -48,7 +48,7 @@ def conversations() -> list[RequestArrival]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleets", [UNIFIED, DIVIDED], ids=["unified", "divided"])
-def test_every_request_is_served_to_its_last_token_and_every_block_comes_back(
+def test_every_request_is_served_to_its_last_token_and_every_block_is_freed(
     fleets: SimulatedFleets, policy: str
 ) -> None:
     arrivals = conversations()
@@ -63,7 +63,9 @@ def test_every_request_is_served_to_its_last_token_and_every_block_comes_back(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", POLICIES | OF_TIERS)
 @pytest.mark.parametrize("fleets", [TIERED, TIERED_AND_DIVIDED], ids=["unified", "divided"])
-def test_with_tiers_too_and_what_gateways_know_is_what_engines_have(fleets: SimulatedFleets, policy: str) -> None:
+def test_gateways_know_exactly_the_blocks_that_engines_have_in_pool_and_tiers(
+    fleets: SimulatedFleets, policy: str
+) -> None:
     arrivals = conversations()
     report, replay = run(fleets, policy, arrivals)
     assert report.num_requests == len(arrivals)
@@ -75,7 +77,7 @@ def test_with_tiers_too_and_what_gateways_know_is_what_engines_have(fleets: Simu
         assert known.places == snapshot.places
 
 
-def test_a_router_that_knows_of_tiers_finds_more_and_answers_sooner() -> None:
+def test_a_router_that_knows_the_tiers_has_more_hits_and_lower_latency() -> None:
     told, untold = (run(TIERED, policy, conversations())[0] for policy in ("exact", "exact-pools"))
     assert told.restored_rate > untold.restored_rate
     assert told.hit_rate > untold.hit_rate
@@ -83,7 +85,7 @@ def test_a_router_that_knows_of_tiers_finds_more_and_answers_sooner() -> None:
 
 
 @pytest.mark.parametrize(("tier", "rate"), [("host", "host_tokens_per_s"), ("disk", "disk_tokens_per_s")])
-def test_a_prompt_out_of_a_tier_takes_what_the_formula_says(tier: str, rate: str) -> None:
+def test_restoring_a_prompt_takes_the_time_of_the_formula(tier: str, rate: str) -> None:
     speed, prompt, other = Speed(), [1] * 1008 + [2], [3] * 1008 + [4]
     fleets = SimulatedFleets(num_unified=1, num_blocks=64, **{f"num_{tier}_blocks": 200})
     arrivals = [RequestArrival(at_s, tokens, 1) for at_s, tokens in ((0.0, prompt), (1.0, other), (2.0, prompt))]
@@ -98,18 +100,18 @@ def test_the_same_replay_gives_the_same_figures(fleets: SimulatedFleets) -> None
     assert run(fleets, "exact", conversations())[0] == run(fleets, "exact", conversations())[0]
 
 
-def test_the_exact_index_finds_more_than_the_others_and_answers_sooner() -> None:
+def test_the_exact_index_has_more_hits_and_lower_latency_than_other_policies() -> None:
     reports = {policy: run(UNIFIED, policy, conversations())[0] for policy in POLICIES}
     exact = reports.pop("exact")
     assert all(exact.hit_rate > other.hit_rate for other in reports.values())
     assert all(exact.ttft_mean_ms < other.ttft_mean_ms for other in reports.values())
 
 
-def test_nothing_is_found_where_nothing_is_shared() -> None:
+def test_unshared_prompts_have_no_hits() -> None:
     assert {run(UNIFIED, policy, unshared(SHAPE))[0].hit_rate for policy in POLICIES} == {0.0}
 
 
-def test_a_lone_request_takes_what_the_formula_says() -> None:
+def test_a_lone_request_takes_the_time_of_the_formula() -> None:
     speed = Speed()
     report, _ = run(SimulatedFleets(num_unified=1), "exact", [RequestArrival(5.0, [1] * 4000, 3)])
     assert report.ttft_mean_ms == pytest.approx(1e3 * 4000 / speed.prefill_tokens_per_s)
@@ -127,7 +129,7 @@ def test_a_lone_request_takes_what_the_formula_says() -> None:
     [(SlowSpell(5.0, 30.0, 90.0), 4, 0), (SlowSpell(5.0, 30.0, 90.0), 0, 4)],
     ids=["unified", "divided"],
 )
-def test_an_engine_that_was_slow_for_a_minute_has_its_share_again_within_two(
+def test_an_engine_that_was_slow_for_a_minute_gets_its_share_again_within_two(
     slow: SlowSpell, num_unified: int, num_prefill: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleets = SimulatedFleets(num_unified, num_prefill, num_prefill, num_gateways=2, slow=slow)
@@ -154,7 +156,7 @@ def test_an_engine_that_stays_slow_gets_a_few_requests_a_minute() -> None:
 
 
 class ClosedLoop(RouterSimulation):
-    """Two clients, each of which asks its next question when its last one is answered. Steps vary at random."""
+    """Two clients that each send the next request after the last answer. The times of steps vary at random."""
 
     def __init__(self, fleets: SimulatedFleets, prompts: list[list[int]], seed: int) -> None:
         super().__init__(fleets, "exact", Speed(step_s=0.01, prefill_tokens_per_s=1000.0, kv_tokens_per_s=310.0))
@@ -192,7 +194,7 @@ def test_behind_a_slow_link_two_engines_serve_two_clients_as_unified_ones_do(see
     assert not any(each.handed_off for each in divided.served.values())
 
 
-def test_calls_come_in_the_order_of_their_times_and_of_being_asked_for() -> None:
+def test_virtual_time_runs_calls_by_time_and_then_in_order_of_scheduling() -> None:
     time, seen = VirtualTime(), []
     for name, delay_s in (("b", 2.0), ("a", 1.0), ("c", 2.0)):
         time.after(delay_s, lambda name=name: seen.append((name, time())))
@@ -200,7 +202,7 @@ def test_calls_come_in_the_order_of_their_times_and_of_being_asked_for() -> None
     assert seen == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
 
 
-def test_a_memory_forgets_the_ends_of_old_prompts_first() -> None:
+def test_remembered_blocks_evict_the_ends_of_old_prompts_first() -> None:
     memory = RememberedBlocks(6)
     memory.remember([1, 2, 3, 4])
     memory.remember([5, 6, 7, 8])
@@ -208,7 +210,7 @@ def test_a_memory_forgets_the_ends_of_old_prompts_first() -> None:
     assert memory.count_prefix([1, 2, 3, 4]) == 2
 
 
-def test_a_trace_is_read_in_the_order_of_its_times(tmp_path: Path) -> None:
+def test_requests_of_a_trace_are_sorted_by_time(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 2000, "input_length": 600, "output_length": 2, "hash_ids": [1, 3]},
         {"timestamp": 1000, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2], "more": "x"},
@@ -231,7 +233,7 @@ def test_a_trace_is_read_in_the_order_of_its_times(tmp_path: Path) -> None:
         ('{"timestamp": 0, "input_length": 5, "output_length": 0, "hash_ids": [1]}', "output_length 0"),
     ],
 )
-def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_the_error_of_an_invalid_line_names_it(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(line)
     with pytest.raises(InvalidTrace, match=message):
@@ -261,7 +263,7 @@ def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
         (SimulatedFleets(num_unified=1, num_blocks=4), [], "do not fit into 4 blocks"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(fleets: SimulatedFleets, policies: list[str], message: str) -> None:
+def test_impossible_replays_are_refused(fleets: SimulatedFleets, policies: list[str], message: str) -> None:
     with pytest.raises(InvalidSimulation, match=message):
         compare(fleets, SHAPE, None, policies)
 
@@ -294,14 +296,14 @@ def test_a_replay_loads_no_torch() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("num_gateways", [1, 8])
-def test_one_hot_prefix_makes_no_herd_however_many_gateways_send_it(num_gateways: int) -> None:
-    """The engine that has the prefix is the best place until its queue costs more than to read it elsewhere."""
+def test_a_hot_prefix_does_not_overload_one_engine_with_any_number_of_gateways(num_gateways: int) -> None:
+    """The engine that has the prefix cached is best until its queue costs more than a prefill elsewhere."""
     tail, prefix = random.Random(5), list(range(4096))
-    arrivals = [RequestArrival(0.0, [*prefix, 1], 2)]  # whoever gets this one
+    arrivals = [RequestArrival(0.0, [*prefix, 1], 2)]  # one engine computes the prefix first
     for index in range(400):
         at_s = arrivals[-1].at_s + tail.expovariate(300) + (index == 0)
         arrivals.append(RequestArrival(at_s, [*prefix, *tail.choices(range(30_000), k=64)], 64))
     report, replay = run(SimulatedFleets(num_unified=8, num_gateways=num_gateways), "exact", arrivals)
     answered = [engine.stats.generation_tokens for engine in replay.engines]
     assert max(answered) < 2 * sum(answered) / len(answered)
-    assert report.hit_rate > 0.9, "and yet it is read by each engine once, or hardly more"
+    assert report.hit_rate > 0.9, "each engine should compute the prefix about once"

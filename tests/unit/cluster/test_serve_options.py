@@ -25,7 +25,7 @@ MODEL = str(Path(__file__).parents[3] / "configs/demo/model")
         (1, 64, {}, {"device": "cpu"}, 1),
         (1, 64, {"gateways": 1}, {}, 1),
         (0, 2, {"gateways": 3}, {}, 3),
-        (1, 64, {"address": "auto"}, {}, 1),  # who knows what the machines of that cluster are
+        (1, 64, {"address": "auto"}, {}, 1),  # the machines of that cluster are unknown
     ],
 )
 def test_a_gpu_beside_many_cores_is_served_by_two_gateways(
@@ -46,7 +46,7 @@ def test_a_gpu_beside_many_cores_is_served_by_two_gateways(
     assert spec.gateway.replicas == expected
 
 
-def test_commands_that_are_shown_name_the_key_where_one_is_asked_for() -> None:
+def test_suggested_commands_have_the_key_option_if_a_key_is_required() -> None:
     _, open_to_all = application_spec(ServeOptions(model=MODEL), {})
     _, keyed = application_spec(ServeOptions(model=MODEL, api_key=["secret"]), {})
     where = ("baton", "http://127.0.0.1:8000", "192.0.2.1:6379")

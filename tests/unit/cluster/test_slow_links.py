@@ -1,4 +1,4 @@
-"""Clients behind prefill and decode engines whose link is slow, in virtual time."""
+"""Latencies with prefill and decode engines over a slow link, simulated in virtual time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.cluster.simulation.virtual_engine import KV_TOKEN_BYTES, Speed
 UNIFIED, DIVIDED = SimulatedFleets(num_unified=8), SimulatedFleets(num_prefill=4, num_decode=4)
 SHAPE = TrafficShape(num_requests=200, rate_per_s=8, prompt_tokens=4096, output_tokens=64)
 SEEDS = 5
-WORSE = 1.1  # at most
+WORSE = 1.1  # latencies may be at most so many times higher
 
 
 def link(gb_per_s: float) -> Speed:
@@ -43,9 +43,9 @@ def latencies_s(simulation: RouterSimulation) -> list[float]:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("traffic", ["unshared", "shared"])
-def test_no_client_is_worse_off_than_with_unified_engines(traffic: str) -> None:
-    """The clients of `SEEDS` draws are taken together: of one draw the worst hundredth are two clients, whose times
-    depend on the order in which equal engines were chosen.
+def test_latencies_are_hardly_higher_than_with_unified_engines(traffic: str) -> None:
+    """The latencies of `SEEDS` draws are pooled: the worst hundredth of one draw is two requests, whose times depend
+    on the order in which equal engines were chosen.
     """
 
     def clients(fleets: SimulatedFleets) -> dict[str, list[float]]:
@@ -65,7 +65,7 @@ def test_no_client_is_worse_off_than_with_unified_engines(traffic: str) -> None:
 
 
 @pytest.mark.slow
-def test_hand_offs_over_a_slow_link_are_what_would_have_cost_the_clients() -> None:
+def test_a_router_that_avoids_hand_offs_over_a_slow_link_cuts_latency() -> None:
     always, _ = run(DIVIDED, drawn("unshared"), SLOW, "power-of-two")
     measured, _ = run(DIVIDED, drawn("unshared"), SLOW)
     assert (always.handed_off, measured.handed_off) == (1.0, 0.0)
@@ -92,7 +92,7 @@ def changing(arrivals: list[RequestArrival], first: Speed, at_s: float, then: Sp
 
 @pytest.mark.slow
 def test_a_link_that_becomes_slow_costs_the_first_requests_only() -> None:
-    """Each pair of engines finds out by a hand-off that is under way, and each gateway hears of it at once."""
+    """Each pair of engines measures the slow link by a hand-off under way, and every gateway learns it at once."""
     arrivals = unshared(dataclasses.replace(SHAPE, num_requests=400))
     simulation = changing(arrivals, FAST, 10.0, SLOW)
     later = [served for served in simulation.served.values() if served.arrival.at_s >= 10.0]
@@ -103,7 +103,7 @@ def test_a_link_that_becomes_slow_costs_the_first_requests_only() -> None:
 
 
 def mixed(num_requests: int) -> list[RequestArrival]:
-    """Prompts of very different lengths: a short one may try a link at little cost."""
+    """Return requests of very different lengths: short prompts can try a link at little cost."""
     rng, at_s, arrivals = random.Random(0), 0.0, []
     for _ in range(num_requests):
         at_s += rng.expovariate(6)
@@ -113,18 +113,18 @@ def mixed(num_requests: int) -> list[RequestArrival]:
 
 
 @pytest.mark.slow
-def test_a_link_that_recovers_is_found_out_by_trials_that_cost_little() -> None:
+def test_trials_find_a_recovered_link_at_little_cost() -> None:
     arrivals = mixed(1200)
     simulation = changing(arrivals, SLOW, 60.0, FAST)
     served = list(simulation.served.values())
     before = [each for each in served if 20.0 <= each.arrival.at_s < 60.0]
     after = [each for each in served if each.arrival.at_s >= 160.0]
-    assert sum(each.handed_off for each in before) < 0.1 * len(before), "trials"
+    assert sum(each.handed_off for each in before) < 0.1 * len(before), "only trials may be handed over"
     assert sum(each.handed_off for each in after) > 0.9 * len(after)
 
 
 @pytest.mark.slow
-def test_trials_cost_all_clients_together_hardly_anything() -> None:
+def test_trials_hardly_raise_the_total_latency() -> None:
     arrivals = mixed(300)
     unified, divided = (sum(latencies_s(run(fleets, arrivals, SLOW)[1])) for fleets in (UNIFIED, DIVIDED))
     assert divided < WORSE * unified

@@ -1,4 +1,4 @@
-"""The gateway's fixtures, whose tests here speak to it through ASGI."""
+"""Fixtures for tests of the gateway; here clients reach it through ASGI, without a socket."""
 
 from ...helpers.gateway_fixtures import (
     disaggregated,

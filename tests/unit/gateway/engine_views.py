@@ -40,7 +40,7 @@ def view(
     lanes: Sequence[PeerLane] = (),
     **stats: Any,
 ) -> EngineView:
-    """An engine that has the prompt `cached` in its prefix cache, and others in tiers: all their blocks."""
+    """Return an engine that has all blocks of the prompts `cached` in its prefix cache, `host` and `disk` in tiers."""
     record = EngineRecord(
         engine_id=f"e{rank}",
         group_id=f"e{rank}",

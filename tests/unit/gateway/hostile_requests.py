@@ -1,4 +1,4 @@
-"""A request to every endpoint with every field, and ways through their bodies."""
+"""A request to every endpoint with every field, and helpers that walk through the bodies."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def places(value: Any, place: JsonPath = ()) -> Iterator[JsonPath]:
-    """Yield the paths of all parts of a value."""
+    """Yield the path of every value inside `value`."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in items:
         yield (*place, key)

@@ -1,4 +1,4 @@
-"""Requests that are refused, and the check that the service lives on after them."""
+"""The check that a service still answers after it has refused requests."""
 
 from __future__ import annotations
 

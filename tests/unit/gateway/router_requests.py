@@ -1,4 +1,4 @@
-"""Routers, and requests that they choose engines for."""
+"""Routers, and requests for which they choose engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sequence of the gateway in each of its states, with a scripted client, and what happens to it."""
+"""Scenes for the state machine of the gateway's sequences: one sequence in each state, with scripted engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNIFIED, SECOND = view(2), view(3)
 
 
 class ScriptedStream:
-    """An attempt's outputs, which a test gives."""
+    """The output stream of one attempt; a test puts the outputs in."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.outputs: asyncio.Queue[EngineOutput | EngineGone] = asyncio.Queue()
@@ -53,7 +53,7 @@ class ScriptedStream:
 
 
 class ScriptedClient:
-    """Engines that say what a test makes them say. What they are asked is in `log`."""
+    """Engines whose outputs a test scripts. `log` records the calls that they get."""
 
     def __init__(self, log: list[str]) -> None:
         self.views: list[EngineView] = []
@@ -100,7 +100,7 @@ class LoggingBreakers(Breakers):
 
 
 class Scene:
-    """One sequence between scripted engines, whose outputs a test asks for one by one."""
+    """One sequence on scripted engines; a test reads the sequence's outputs one by one."""
 
     def __init__(self, *views: EngineView, capacity_timeout_s: float = 60.0) -> None:
         self.log: list[str] = []
@@ -119,7 +119,7 @@ class Scene:
         self._reader: asyncio.Task[None] | None = None
 
     async def read(self) -> None:
-        """Ask for an output, if none is asked for, and wait until nothing more happens."""
+        """Begin to read the next output, unless a read is pending, and wait until nothing more happens."""
         if self._reader is None or self._reader.done():
             self._reader = asyncio.create_task(self._read())
         for _ in range(20):
@@ -133,7 +133,7 @@ class Scene:
             self.log.append(f"error {error.status}")
 
     async def say(self, output: EngineOutput | EngineGone) -> None:
-        """Let the engine of the attempt that is read say something."""
+        """Let the engine of the current attempt send an output."""
         stream = [stream for stream in self.client.streams if stream.name != "early"][-1]
         stream.outputs.put_nowait(output)
         await self.read()
@@ -164,7 +164,7 @@ EARLY, STALE_EARLY = output(kv_source=KV), output(kv_source=NEW_KV)
 
 
 async def prefilling(event: SequenceEvent) -> Scene:
-    """Return a sequence beside which a decode engine fetches early, unless the event is that it begins to."""
+    """Return a sequence with an early decode attempt, unless the event is the one that starts this attempt."""
     scene = Scene(PREFILL, DECODE)
     await scene.read()
     if event is not E.OFFERED_EARLY:
@@ -193,7 +193,7 @@ async def done(_: SequenceEvent) -> Scene:
 
 
 def engines(*views: EngineView) -> Callable[[Scene], Awaitable[None]]:
-    """These engines are there now, and no others."""
+    """Return the event that makes these the only engines."""
 
     async def happen(scene: Scene) -> None:
         scene.client.views = list(views)
@@ -203,7 +203,7 @@ def engines(*views: EngineView) -> Callable[[Scene], Awaitable[None]]:
 
 
 async def check_nothing_is_left(scene: Scene, *, has_offer: bool) -> None:
-    """Close the sequence: what it had is ended, and only that."""
+    """Close the sequence, and check that each of its attempts is closed once, and its offer withdrawn if it has one."""
     before = len(scene.log)
     await scene.close()
     assert ("withdraw" in scene.log[before:]) is has_offer

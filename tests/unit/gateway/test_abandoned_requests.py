@@ -1,4 +1,4 @@
-"""Whatever happens to engines, hand-offs and clients, in whatever order: nothing is left of abandoned requests."""
+"""Abandoned requests leave nothing behind, whatever happened to engines, hand-offs and clients before."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class World:
                 async for _ in outputs:
                     pass
             except ApiError as error:
-                if error.message == OUT_OF_TURN:  # the sequence's table lacks a pair that can occur
+                if error.message == OUT_OF_TURN:  # the state machine has no transition for an event that can occur
                     raise
 
     async def abandon(self) -> None:
@@ -123,14 +123,14 @@ class World:
 
     async def check_nothing_is_left(self) -> None:
         cluster, loads = self.cluster, self.serving.router.loads
-        assert not [engine.streams for engine in cluster.members if engine.streams], "no attempt, at once"
+        assert not [engine.streams for engine in cluster.members if engine.streams], "every attempt must end at once"
         cluster.wire.hold = False
         for engine in cluster.members:
             engine.running.set()
         await cluster.settled()
         held = [offer.holder for offer in cluster.wire.offers.values()]
         assert not [engine for engine in cluster.members if engine.alive and engine.connector in held]
-        while any(engine.core.has_work() for engine in cluster.members if engine.alive):  # at most `play`'s time
+        while any(engine.core.has_work() for engine in cluster.members if engine.alive):  # `play` has a limit
             await asyncio.sleep(0.001)
         assert loads.own == Load(0, 0)
         assert self.serving.retry_budget.num_running == 0
@@ -152,7 +152,7 @@ async def play(roles: list[Role], progressive: bool, events: list[tuple[str, obj
 @pytest.mark.slow
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(FLEETS), st.booleans(), EVENTS)
-def test_nothing_is_left_of_requests_that_nobody_wants(
+def test_abandoned_requests_leave_nothing_behind(
     roles: list[Role], progressive: bool, events: list[tuple[str, object]]
 ) -> None:
     asyncio.run(play(roles, progressive, [("ask", 100), ("ask", 20), *events]))

@@ -1,4 +1,4 @@
-"""Routes for operators: who may call them, what they do, and what they refuse."""
+"""Routes for operators: required rights, effects, and refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def post(service: Service, path: str, body: Any = None, headers: dict[str,
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_only_keys_with_the_right_may_call_them(
+async def test_only_keys_with_the_right_may_call_operator_routes(
     service: Service, start: Callable[..., Service], operator: RecordingOperator, path: str
 ) -> None:
     assert (await post(service, path, ROUTES[path], {})).status_code == 401
@@ -59,7 +59,7 @@ async def test_only_keys_with_the_right_may_call_them(
     assert (operator.drained, operator.is_recording) == ([], False)
 
 
-def test_rights_stand_behind_a_key_in_any_order(tmp_path: Path) -> None:
+def test_rights_may_follow_a_key_in_any_order(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("sk-a admin\nsk-b admin min_priority=-3\nsk-c min_priority=-3 admin\nsk-d\n")
     both = KeyRights(-3, is_admin=True)
@@ -76,7 +76,7 @@ def test_rights_stand_behind_a_key_in_any_order(tmp_path: Path) -> None:
         assert "sk" not in str(refused.value).removeprefix(f"gateway.api_keys_file: {file}")
 
 
-async def test_a_group_is_drained_by_any_of_its_ranks(service: Service, operator: RecordingOperator) -> None:
+async def test_a_drain_of_any_rank_drains_its_group(service: Service, operator: RecordingOperator) -> None:
     answer = await post(service, "/v1/admin/drain", {"rank": 1})
     assert (answer.status_code, answer.json(), operator.drained) == (200, {"ranks": [0, 1]}, [1])
     assert "there are: 0, 1" in check_refused(await post(service, "/v1/admin/drain", {"rank": 7}), 400, "rank")
@@ -86,13 +86,13 @@ async def test_a_group_is_drained_by_any_of_its_ranks(service: Service, operator
 
 
 @pytest.mark.slow
-async def test_each_key_is_told_whether_it_is_an_operators(service: Service, start: Callable[..., Service]) -> None:
+async def test_server_info_says_if_the_key_is_an_operators(service: Service, start: Callable[..., Service]) -> None:
     for headers, is_admin in ((CLIENT, False), (ADMIN, True)):
         assert (await service.http.get("/server_info", headers=headers)).json()["is_admin"] is is_admin
     assert (await start(Role.UNIFIED).http.get("/server_info")).json()["is_admin"] is False
 
 
-async def test_a_trace_is_begun_and_ended(service: Service) -> None:
+async def test_a_trace_is_started_and_stopped(service: Service) -> None:
     check_refused(await post(service, "/stop_profile"), 409, None, "no_trace")
     begun = await post(service, "/start_profile")
     assert (begun.status_code, begun.json()["data"][0]["path"]) == (200, "/tmp/trace")
@@ -101,7 +101,9 @@ async def test_a_trace_is_begun_and_ended(service: Service) -> None:
     assert ended.json() == {"data": [trace]}
 
 
-async def test_without_a_directory_it_says_so(start: Callable[..., Service], keys: Path) -> None:
+async def test_without_a_directory_traces_are_refused_with_the_reason(
+    start: Callable[..., Service], keys: Path
+) -> None:
     service = start(Role.UNIFIED, api_keys_file=str(keys))
     for path in ("/start_profile", "/stop_profile"):
         check_refused(await post(service, path), 503, None, "no_directory")
@@ -126,7 +128,7 @@ async def test_a_request_is_ended_by_its_id(service: Service) -> None:
     check_refused(await post(service, "/v1/admin/abort", {"request_id": "mine"}), 404, "request_id", "unknown_request")
 
 
-async def test_where_the_time_of_a_request_went_is_told_later_to_its_key_and_to_operators(service: Service) -> None:
+async def test_the_timeline_of_a_finished_request_is_shown_to_its_key_and_to_operators(service: Service) -> None:
     sent = LONG | {"max_tokens": 5, "n": 2}
     mine = {**CLIENT, "x-request-id": "mine"}
     await service.http.post("/v1/completions", json=sent, headers=mine)

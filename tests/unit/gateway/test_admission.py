@@ -1,4 +1,4 @@
-"""Requests are admitted up to the limits; a refusal says when to come again, and if it has cost device time."""
+"""The gateway admits requests up to its limits; a refusal says when to retry, and whether it has cost GPU time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refused(admission: AdmissionControl, key: bytes | None = None) -> ApiError:
     return caught.value
 
 
-def test_a_gateway_takes_so_many_requests_and_no_more(clock: Clock) -> None:
+def test_the_number_of_requests_in_flight_is_limited(clock: Clock) -> None:
     admission = admission_of(GatewaySettings(max_inflight_requests=1), clock)
     with admission.admit(None):
         error = refused(admission)
@@ -48,17 +48,17 @@ def test_a_gateway_takes_so_many_requests_and_no_more(clock: Clock) -> None:
         assert admission.num_inflight == 1
 
 
-def test_one_key_takes_so_many_and_leaves_the_others_their_places(clock: Clock) -> None:
+def test_the_limit_of_one_key_leaves_capacity_for_other_keys(clock: Clock) -> None:
     admission = admission_of(GatewaySettings(max_inflight_per_key=1), clock)
     with admission.admit(b"a"), admission.admit(b"b"):
         error = refused(admission, b"a")
         assert (error.status, error.code) == (429, "key_limit")
     with admission.admit(b"a"):
         pass
-    assert admission.num_keys == 0, "nothing is kept of keys that ask for nothing"
+    assert admission.num_keys == 0, "the gateway must keep no state for keys without requests"
 
 
-def test_who_is_refused_a_place_is_told_of_those_before_and_of_the_speed_of_late(clock: Clock) -> None:
+def test_retry_after_follows_from_earlier_refusals_and_the_recent_completion_rate(clock: Clock) -> None:
     admission = admission_of(GatewaySettings(max_inflight_requests=2), clock)
 
     def waits_s() -> float:
@@ -70,12 +70,12 @@ def test_who_is_refused_a_place_is_told_of_those_before_and_of_the_speed_of_late
     with admission.admit(None), admission.admit(None):
         assert [waits_s() for _ in range(8)] == [1, 1, 2, 2, 3, 3, 4, 4]
         clock.now_s += 2 * WINDOW_S
-        assert [waits_s() for _ in range(3)] == [10, 20, 30], "nothing ended lately"
+        assert [waits_s() for _ in range(3)] == [10, 20, 30], "no request ended recently"
         assert {waits_s() for _ in range(9)} == {40, 50, MAX_RETRY_S}
 
 
 def waits_s(admission: AdmissionControl, tokens: list[int]) -> float:
-    """Return the `Retry-After` when this much waits in unified engines."""
+    """Return the `Retry-After` in seconds when so many tokens wait in each unified engine."""
     engines = [view(rank, num_waiting_tokens=count, num_requests_waiting=9) for rank, count in enumerate(tokens)]
     with pytest.raises(ApiError) as caught:
         admission.check_engines(engines)
@@ -83,14 +83,14 @@ def waits_s(admission: AdmissionControl, tokens: list[int]) -> float:
     return float(caught.value.headers["retry-after"])
 
 
-def test_full_engines_are_waited_for_as_long_as_the_shortest_queue_takes(clock: Clock) -> None:
+def test_retry_after_of_full_engines_is_the_time_of_the_shortest_queue(clock: Clock) -> None:
     settings = GatewaySettings(queue_limits=QueueLimits(tokens=10_000), cost={"prefill_tokens_per_s": 1000.0})
     admission = admission_of(settings, clock)
     assert [waits_s(admission, [tokens]) for tokens in (10_000, 25_000, 40_000, 9_000_000)] == [10, 25, 40, 60]
     assert waits_s(admission, [40_000, 12_000, 30_000]) == 12
 
 
-def test_one_engine_with_room_is_enough(clock: Clock) -> None:
+def test_a_request_is_admitted_if_one_engine_has_capacity(clock: Clock) -> None:
     admission = admission_of(GatewaySettings(queue_limits=QueueLimits(requests=2)), clock)
     admission.check_engines([view(0, num_requests_waiting=2), view(1, num_requests_waiting=1)])
     admission.check_engines([])
@@ -98,10 +98,10 @@ def test_one_engine_with_room_is_enough(clock: Clock) -> None:
         admission.check_engines([view(0, Role.PREFILL, num_requests_waiting=2), view(1, Role.DECODE)])
 
 
-def test_how_long_a_queue_takes_is_told_by_its_engine(clock: Clock) -> None:
+def test_the_time_of_a_queue_follows_from_what_its_engine_measured(clock: Clock) -> None:
     admission = admission_of(GatewaySettings(cost=CostRates(prefill_tokens_per_s=1000.0)), clock)
     engine = view(0, num_waiting_tokens=6000, num_requests_waiting=3)
-    assert admission.retry_after_s([engine]) == 6.0, "nothing measured yet"
+    assert admission.retry_after_s([engine]) == 6.0, "the engine has measured no prefill yet"
     clock.now_s += RENEWED_S
     measured = view(0, num_waiting_tokens=6000, num_requests_waiting=3, step_times=StepTimes(Line(0.0, 1 / 3000)))
     assert admission.retry_after_s([measured]) == 2.0
@@ -127,7 +127,7 @@ async def test_a_client_at_its_limit_gets_a_429_and_other_clients_are_served(sta
     assert (await post(service, "a")).status_code == 200
 
 
-async def test_full_engines_get_no_more_and_the_time_told_grows_with_their_queue(
+async def test_full_engines_get_no_more_requests_and_retry_after_grows_with_their_queue(
     start: Callable[..., Service],
 ) -> None:
     limits = {"queue_limits": {"requests": 3}, "cost": {"prefill_tokens_per_s": 40.0}}
@@ -150,7 +150,7 @@ async def test_full_engines_get_no_more_and_the_time_told_grows_with_their_queue
         assert len(answers) > sum(len(engine.submitted) for engine in prefills)
         waiting = min(engine.stats.num_waiting_tokens for engine in prefills)
         assert told_s[-1] == -(-waiting // 40)
-        for engine in prefills:  # others' requests
+        for engine in prefills:  # requests of other gateways
             for number in range(3):
                 name = f"other-{engine.record.rank}-{number}"
                 sampling = engine.submitted[0].sampling
@@ -185,7 +185,7 @@ def refuse_with(service: Service, kind: ErrorKind, role: Role) -> None:
     ],
     ids=str,
 )
-async def test_errors_about_load_say_whether_a_device_may_have_worked(
+async def test_errors_about_load_say_whether_gpu_time_was_spent(
     start: Callable[..., Service],
     roles: list[Role],
     kind: ErrorKind | None,
@@ -202,7 +202,7 @@ async def test_errors_about_load_say_whether_a_device_may_have_worked(
     assert (status == 503) is ("retry-after" in response.headers)
 
 
-async def test_the_last_event_of_a_stream_says_so_too(start: Callable[..., Service]) -> None:
+async def test_the_last_event_of_a_failed_stream_says_that_gpu_time_was_spent(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, capacity_timeout_s=0.05)
     service.cluster.members[0].die_after_tokens = 2
     response = await service.complete(BODY["prompt"], max_tokens=9, ignore_eos=True, stream=True)
@@ -210,7 +210,7 @@ async def test_the_last_event_of_a_stream_says_so_too(start: Callable[..., Servi
     assert last["error"]["gpu_time_spent"] is True
 
 
-async def test_every_leg_is_told_how_much_time_is_left(start: Callable[..., Service]) -> None:
+async def test_every_attempt_carries_the_time_that_is_left(start: Callable[..., Service]) -> None:
     service = start(Role.PREFILL, Role.DECODE, request_timeout_s=9.0)
     prefill, decode = service.cluster.members
     prefill.step_s = 0.05
@@ -219,8 +219,8 @@ async def test_every_leg_is_told_how_much_time_is_left(start: Callable[..., Serv
     assert 0 < second.timeout_s < first.timeout_s <= 9.0
 
 
-async def test_an_engine_drops_what_nobody_waits_for_any_more(start: Callable[..., Service]) -> None:
-    """Its own clock does it: this gateway's abort is lost on the way."""
+async def test_an_engine_drops_a_request_whose_time_is_over(start: Callable[..., Service]) -> None:
+    """The engine must use its own clock here, since the gateway's abort is lost."""
     service = start(Role.UNIFIED, request_timeout_s=0.2)
     (engine,) = service.cluster.members
     engine.running.clear()
@@ -232,4 +232,4 @@ async def test_an_engine_drops_what_nobody_waits_for_any_more(start: Callable[..
     engine.running.set()
     await until(lambda: engine.stats.num_requests_waiting == 0)
     await service.cluster.settled()
-    assert engine.stats.prompt_tokens == 0, "and reads nothing of it"
+    assert engine.stats.prompt_tokens == 0, "the engine must compute nothing of an expired request"

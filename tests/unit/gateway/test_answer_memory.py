@@ -1,4 +1,4 @@
-"""Answers that are sent when they are whole are held until then, within the memory that all requests share."""
+"""The gateway buffers answers that are not streamed, within the memory budget that all requests share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def held_bytes(service: Service) -> int:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_one_answer_may_hold_a_quarter_and_a_stream_needs_nothing(
+async def test_one_answer_may_hold_a_quarter_of_the_memory_and_a_stream_holds_nothing(
     start: Callable[..., Service], route: str
 ) -> None:
     service = start(Role.UNIFIED, request_memory_bytes=4 * MIB)
@@ -45,10 +45,10 @@ async def test_one_answer_may_hold_a_quarter_and_a_stream_needs_nothing(
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert (await ask(service, route)).status_code == 200
     assert held_bytes(service) == 0
-    assert not service.cluster.members[0].core.has_work(), "what is refused is aborted"
+    assert not service.cluster.members[0].core.has_work(), "a refused request must be aborted"
 
 
-async def test_large_answers_share_a_quarter_and_others_go_on(start: Callable[..., Service]) -> None:
+async def test_large_answers_share_a_quarter_of_the_memory(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, request_memory_bytes=8 * MIB)
     large = [ask(service, "/v1/completions", n=3) for _ in range(2)]  # 1.4 MB each
     small = [ask(service, "/v1/completions", logprobs=None) for _ in range(4)]
@@ -64,7 +64,7 @@ async def test_large_answers_share_a_quarter_and_others_go_on(start: Callable[..
 
 @pytest.mark.slow
 async def test_answers_without_log_probabilities_hold_little(start: Callable[..., Service]) -> None:
-    """Their deltas are joined as they come, so that many long ones fit."""
+    """The gateway joins their deltas as they arrive, so that many long answers fit."""
     service = start(Role.UNIFIED, request_memory_bytes=MIB)
     answers = await asyncio.gather(*(ask(service, "/v1/completions", logprobs=None, n=16) for _ in range(8)))
     assert {answer.status_code for answer in answers} == {200}

@@ -1,4 +1,4 @@
-"""Bodies that are refused before they are read as requests: broken JSON, sizes, unknown models and routes."""
+"""Refusals of bodies before they are parsed as requests: broken JSON, sizes, unknown models and routes."""
 
 from __future__ import annotations
 
@@ -137,11 +137,11 @@ async def test_wrong_methods_and_paths_have_the_same_shape(service: Service) -> 
         ("/detokenize", {"tokens": [HUGE]}, "tokens"),
     ],
 )
-async def test_token_routes_name_the_field(service: Service, path: str, body: Any, param: str) -> None:
+async def test_refusals_of_the_token_routes_name_the_field(service: Service, path: str, body: Any, param: str) -> None:
     check_refused(await service.http.post(path, json=body), 400, param)
 
 
-async def test_template_variables_nested_as_deep_as_json_allows_do_no_harm(service: Service) -> None:
+async def test_template_variables_of_the_deepest_allowed_nesting_are_harmless(service: Service) -> None:
     value: Any = 1
     for _ in range(400):
         value = {"a": value}

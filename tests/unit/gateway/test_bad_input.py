@@ -1,4 +1,4 @@
-"""Refusals: each has its status and names the field, and the server lives on after it."""
+"""Refusals of invalid requests: each has its status and names the field, and the server still answers afterwards."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SAMPLING: list[tuple[str, Any]] = [
 async def test_sampling_values_out_of_range_or_of_a_wrong_type_are_named(
     service: Service, field: str, value: Any
 ) -> None:
-    """`min_tokens: 17` exceeds the 16 tokens that a completion has by default."""
+    """`min_tokens: 17` exceeds the default `max_tokens` of completions, 16."""
     response = await service.complete("hello", **{field: value})
     message = check_refused(response, 400, response.json()["error"]["param"])
     param = response.json()["error"]["param"]
@@ -70,7 +70,7 @@ async def test_sampling_values_out_of_range_or_of_a_wrong_type_are_named(
 
 @pytest.mark.parametrize(("path", "body"), BOTH)
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
-async def test_numbers_that_are_none_are_refused(service: Service, path: str, body: Any, literal: str) -> None:
+async def test_literals_of_no_finite_number_are_refused(service: Service, path: str, body: Any, literal: str) -> None:
     text = json.dumps({"model": "tiny", **body})[:-1] + f', "temperature": {literal}}}'
     response = await service.http.post(path, content=text)
     assert response.status_code == 400
@@ -107,7 +107,7 @@ async def test_prompts_that_cannot_be_served_are_refused(service: Service, promp
     await check_alive(service)
 
 
-async def test_a_prompt_that_is_too_long_is_told_the_numbers(service: Service) -> None:
+async def test_the_refusal_of_a_long_prompt_states_the_numbers(service: Service) -> None:
     message = check_refused(await service.complete([5] * 300), 400, "prompt", "context_length_exceeded")
     assert "256" in message
     assert "300" in message
@@ -122,7 +122,7 @@ async def test_max_tokens_must_leave_room_for_the_prompt(service: Service, value
         check_refused(await service.chat("hello", **{name: value}), 400, name)
 
 
-async def test_too_many_tokens_are_told_the_numbers(service: Service) -> None:
+async def test_the_refusal_of_too_many_tokens_states_the_numbers(service: Service) -> None:
     response = await service.complete([5] * 100, max_tokens=157)
     message = check_refused(response, 400, "max_tokens", "context_length_exceeded")
     assert all(number in message for number in ("256", "100", "157", "257"))
@@ -155,14 +155,14 @@ NOT_SUPPORTED = {
 
 @pytest.mark.parametrize(("path", "body"), BOTH)
 @pytest.mark.parametrize("field", NOT_SUPPORTED)
-async def test_what_is_not_supported_is_refused_by_name(service: Service, path: str, body: Any, field: str) -> None:
+async def test_unsupported_fields_are_refused_by_name(service: Service, path: str, body: Any, field: str) -> None:
     response = await service.http.post(path, json={"model": "tiny", **body, field: NOT_SUPPORTED[field]})
     message = check_refused(response, 400, field, "unsupported_parameter")
     assert "not supported" in message
 
 
 @pytest.mark.parametrize(("path", "body"), BOTH)
-async def test_what_is_not_supported_may_be_spelled_out_where_it_asks_for_nothing(
+async def test_unsupported_fields_are_accepted_with_values_that_have_no_effect(
     service: Service, path: str, body: Any
 ) -> None:
     nothing = {"return_token_ids": False, "spaces_between_special_tokens": True, "stream_interval": 1, "echo": False}
@@ -220,14 +220,12 @@ FEW_VALUES = [
 
 
 @pytest.mark.parametrize(("fields", "said"), FEW_VALUES)
-async def test_what_is_one_of_few_values_is_told_them_in_the_words_of_json(
-    service: Service, fields: Any, said: str
-) -> None:
+async def test_refusals_of_enumerated_values_list_them_as_json(service: Service, fields: Any, said: str) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **fields}
     assert (await service.http.post(CHAT, json=body)).json()["error"]["message"].endswith(said)
 
 
-async def test_streams_are_not_padded_for_those_who_leave_it_out(service: Service) -> None:
+async def test_streams_are_not_padded_by_default(service: Service) -> None:
     options = {"stream": True, "max_tokens": 1, "stream_options": {"include_obfuscation": False}}
     assert (await service.complete("hello", **options)).status_code == 200
     options["stream_options"] = {"include_obfuscation": True}
@@ -285,7 +283,7 @@ async def test_lists_and_objects_have_limits(
 
 
 @pytest.mark.slow
-async def test_metadata_and_variables_may_be_as_large_as_they_may(service: Service) -> None:
+async def test_metadata_and_variables_of_the_largest_allowed_size_are_accepted(service: Service) -> None:
     metadata = {f"{number:064d}": "v" * 512 for number in range(16)}
     variables = {"hint": "hello", "unused": "v" * 60_000}
     assert (await service.chat("hello", max_tokens=1, metadata=metadata)).status_code == 200

@@ -1,4 +1,4 @@
-"""Values are counted in a body's bytes, and what requests hold together is counted: nothing is parsed for that."""
+"""The gateway counts the values of a body from its bytes, without parsing it, and the memory of all bodies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def any_value(chance: random.Random, depth: int = 0) -> Any:
 
 
 def structure(value: Any) -> tuple[int, int]:
-    """Containers and commas, by walking over what was parsed."""
+    """Return the numbers of containers and commas, counted in the parsed value."""
     if not isinstance(value, dict | list):
         return 0, 0
     inner = [structure(each) for each in (value.values() if isinstance(value, dict) else value)]
@@ -49,7 +49,7 @@ def structure(value: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_counts_are_those_of_the_parsed_text_however_it_is_cut(seed: int) -> None:
+def test_counts_equal_those_of_the_parsed_value_with_any_split(seed: int) -> None:
     chance = random.Random(seed)
     value = any_value(chance)
     text = json.dumps(value, ensure_ascii=chance.random() < 0.5, separators=chance.choice([None, (",", ":")])).encode()
@@ -86,7 +86,7 @@ async def test_a_body_of_many_values_is_refused_before_it_has_arrived(item: byte
     assert sum(taken) <= MAX_CONTAINERS * (len(item) + 1) + (128 << 10)
 
 
-async def test_brackets_and_commas_of_a_text_are_no_values() -> None:
+async def test_brackets_and_commas_inside_a_string_do_not_count() -> None:
     content = json.dumps({"prompt": '[{,"\\' * 1_000_000}).encode()
     body = await read_body(arriving([content], []), 1 << 30, MemoryBudget(1 << 30).reservation())
     with body:
@@ -94,7 +94,7 @@ async def test_brackets_and_commas_of_a_text_are_no_values() -> None:
         assert body.small_text() is None
 
 
-async def test_a_million_token_ids_are_no_more_values_than_may_be() -> None:
+async def test_a_million_token_ids_are_within_the_limit_of_values() -> None:
     content = json.dumps({"prompt": [7] * 1_000_000}).encode()
     assert MAX_COMMAS > 1_000_000
     with await read_body(arriving([content], []), 1 << 30, MemoryBudget(1 << 30).reservation()) as body:
@@ -126,7 +126,7 @@ def hold(limit_bytes: int, *sizes: int) -> None:
         budget.reservation().hold_body(size)
 
 
-def test_large_bodies_have_a_part_of_the_memory_and_small_ones_all_of_it() -> None:
+def test_large_bodies_may_use_part_of_the_memory_and_small_ones_all_of_it() -> None:
     limit = 64 * SMALL_BYTES
     part = limit // LARGE_SHARE
     hold(limit, part, *[SMALL_BYTES] * 48)
@@ -137,7 +137,7 @@ def test_large_bodies_have_a_part_of_the_memory_and_small_ones_all_of_it() -> No
         assert int(refused.value.headers["retry-after"]) >= 1
 
 
-def test_what_is_held_is_given_back() -> None:
+def test_held_memory_is_released() -> None:
     budget = MemoryBudget(1 << 20)
     with budget.reservation() as held:
         held.hold_body(200_000)

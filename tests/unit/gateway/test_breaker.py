@@ -1,4 +1,4 @@
-"""Engines, and pairs of engines, that fail too often are left alone for a while."""
+"""Circuit breakers: engines, and pairs of engines, that fail too often get no requests for a while."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_each_transition_of_the_table_happens(state: CircuitState, event: Circui
     assert circuit.state is TRANSITIONS[state, event]
 
 
-def test_it_stays_closed_below_the_number_of_failures_and_while_most_attempts_succeed(clock: Clock) -> None:
+def test_a_circuit_stays_closed_below_the_number_of_failures_and_while_most_attempts_succeed(clock: Clock) -> None:
     circuit = Circuit(LIMITS, clock)
     for _ in range(10):
         circuit.succeeded()
     assert [circuit.failed() for _ in range(9)] == [False] * 9
-    assert circuit.failed(), "as many failures as successes"
+    assert circuit.failed(), "the circuit must open once failures are half of the attempts"
 
 
 def test_failures_of_long_ago_do_not_count(clock: Clock) -> None:
@@ -92,19 +92,19 @@ def test_an_open_circuit_waits_and_then_lets_exactly_one_through(clock: Clock) -
     assert not circuit.lets_through
 
 
-def test_a_trial_that_ends_without_a_word_makes_room_for_the_next(clock: Clock) -> None:
+def test_after_a_trial_without_a_result_the_next_trial_is_allowed(clock: Clock) -> None:
     circuit = in_state(CircuitState.HALF_OPEN, clock)
     circuit.sent("trial")
     circuit.sent("had no other engine")
     circuit.left("had no other engine")
     circuit.left("was sent before it opened")
-    assert not circuit.lets_through, "the trial still runs"
+    assert not circuit.lets_through, "the first trial is still running"
     circuit.left("trial")
     assert circuit.lets_through
     assert circuit.state is CircuitState.HALF_OPEN
 
 
-def test_a_failed_trial_opens_it_for_as_long_again(clock: Clock) -> None:
+def test_a_failed_trial_opens_the_circuit_for_the_same_time_again(clock: Clock) -> None:
     circuit = in_state(CircuitState.HALF_OPEN, clock)
     circuit.sent("trial")
     assert circuit.failed()
@@ -123,7 +123,7 @@ def test_circuits_of_processes_that_are_gone_are_forgotten(clock: Clock) -> None
     assert breakers.num_circuits <= IDLE_PERIODS * 2
 
 
-def test_nothing_is_kept_of_engines_that_never_failed(clock: Clock) -> None:
+def test_no_state_is_kept_for_engines_that_never_failed(clock: Clock) -> None:
     breakers = Breakers(LIMITS, clock)
     breakers.sent([PEER], "attempt")
     breakers.succeeded([PEER])
@@ -144,14 +144,14 @@ NUMBERS = itertools.count()
 
 
 async def ask(service: Service, count: int) -> None:
-    """With prompts that no engine has cached."""
+    """Send requests whose prompts no engine has cached."""
     for number in itertools.islice(NUMBERS, count):
         response = await service.complete([number % 200 + 5, number // 200 + 5] * 10, max_tokens=2, ignore_eos=True)
         assert response.status_code == 200, response.text
 
 
 async def ask_until(service: Service, has_happened: Callable[[], bool]) -> None:
-    """Ask until the router has chosen the engine: it looks once a second at which engines are equally fast."""
+    """Send requests until the router has chosen the engine: it compares the engines' speeds only once a second."""
     end_s = time.monotonic() + 20
     while not has_happened():
         assert time.monotonic() < end_s, "the engine was not chosen"
@@ -167,7 +167,7 @@ async def until_opened(service: Service, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [ErrorKind.INTERNAL, ErrorKind.ENGINE_DEAD])
-async def test_an_engine_that_always_fails_is_left_alone_until_it_has_proved_itself(
+async def test_an_engine_that_always_fails_gets_no_requests_until_a_trial_succeeds(
     start: Callable[..., Service], kind: ErrorKind, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "Breakers", lambda limits, _, on_open: Breakers(limits, clock, on_open))
@@ -178,17 +178,17 @@ async def test_an_engine_that_always_fails_is_left_alone_until_it_has_proved_its
     assert len(sick.submitted) == 3
     assert (await circuits(service))[sick.record.engine_id] == "open"
     clock.now_s += 0.35
-    await ask_until(service, lambda: len(sick.submitted) > 3)  # the trial, and it fails
+    await ask_until(service, lambda: len(sick.submitted) > 3)  # one trial, which fails
     await ask(service, 20)
     assert len(sick.submitted) == 4
     assert (await service.metrics())[OPENED % "engine"] == 2
     sick.refuse = None
     clock.now_s += 0.35
-    await ask_until(service, lambda: len(sick.submitted) > 5)  # it has its share again
+    await ask_until(service, lambda: len(sick.submitted) > 5)  # the engine gets its share of requests again
     assert (await circuits(service))[sick.record.engine_id] == "closed"
 
 
-async def test_where_nobody_else_is_left_an_open_circuit_keeps_nobody_away(start: Callable[..., Service]) -> None:
+async def test_open_circuits_are_ignored_where_no_other_engine_is_left(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, breaker={"failures": 1, "open_s": 60})
     (only,) = service.cluster.members
     fails(only, ErrorKind.INTERNAL)
@@ -198,7 +198,7 @@ async def test_where_nobody_else_is_left_an_open_circuit_keeps_nobody_away(start
     await ask(service, 3)
 
 
-async def test_a_pair_that_cannot_hand_over_is_left_alone_and_its_engines_serve_with_others(
+async def test_a_failing_pair_is_avoided_and_its_engines_serve_with_others(
     start: Callable[..., Service],
 ) -> None:
     P, D = Role.PREFILL, Role.DECODE
@@ -226,7 +226,7 @@ async def test_a_pair_that_cannot_hand_over_is_left_alone_and_its_engines_serve_
     assert OPENED % "engine" not in await service.metrics()
 
 
-async def test_offers_that_ran_out_open_no_circuit(start: Callable[..., Service]) -> None:
+async def test_expired_offers_open_no_circuit(start: Callable[..., Service]) -> None:
     service = start(Role.PREFILL, Role.DECODE, retry_budget_min=1000, breaker={"failures": 2, "window_s": 60})
     expired: list[str] = []
 
@@ -242,7 +242,7 @@ async def test_offers_that_ran_out_open_no_circuit(start: Callable[..., Service]
     assert "baton_circuits_opened_total{" not in await service.metrics()
 
 
-async def test_a_prefill_engine_that_nobody_can_read_from_gets_no_prompts(start: Callable[..., Service]) -> None:
+async def test_a_prefill_engine_from_which_no_engine_can_read_gets_no_prompts(start: Callable[..., Service]) -> None:
     P, D = Role.PREFILL, Role.DECODE
     service = start(P, P, D, retry_budget_min=1000, breaker={"failures": 2, "window_s": 60, "open_s": 60})
     lonely = service.cluster.members[0]
@@ -258,7 +258,7 @@ async def test_a_prefill_engine_that_nobody_can_read_from_gets_no_prompts(start:
     assert len(lonely.submitted) == asked
 
 
-async def test_an_engine_that_never_answers_is_left_alone(start: Callable[..., Service]) -> None:
+async def test_an_engine_that_never_answers_gets_no_more_requests(start: Callable[..., Service]) -> None:
     settings: dict[str, Any] = {"request_timeout_s": 0.15, "breaker": {"failures": 2, "open_s": 60}}
     service = start(Role.UNIFIED, Role.UNIFIED, **settings)
     silent = service.cluster.members[0]
@@ -273,4 +273,4 @@ async def test_an_engine_that_never_answers_is_left_alone(start: Callable[..., S
     console = Console(file=io.StringIO(), width=80)
     print_ranks(console, (await service.http.get("/v1/cluster/ranks")).json())
     shown = console.file.getvalue()
-    assert shown.count("circuit open") == 1, "as `baton status` shows it"
+    assert shown.count("circuit open") == 1, "`baton status` must show one open circuit"

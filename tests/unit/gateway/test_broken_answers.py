@@ -1,4 +1,4 @@
-"""Responses that end before they are whole."""
+"""Responses that end before they are complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.cluster.gateway.errors import ApiError, draining
 
 
 class Connection:
-    """Breaks once, at a message's body."""
+    """A connection whose first body message fails."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -34,7 +34,7 @@ class ContentPart:
     needs_each_delta = False
 
     def event(self, index: int, delta: ChoiceDelta) -> bytes:
-        raise AssertionError("nothing came")
+        raise AssertionError("there are no deltas to render")
 
     def whole(self, choices: list[list[ChoiceDelta]]) -> bytes:
         return b"an answer"
@@ -53,7 +53,7 @@ async def nothing() -> AsyncGenerator[list[tuple[int, ChoiceDelta]], None]:
 
 @pytest.mark.parametrize(("streams", "bodies"), [(True, [b"data: an error\n\n"]), (False, [])])
 async def test_only_a_stream_that_breaks_off_ends_with_an_event(streams: bool, bodies: list[bytes]) -> None:
-    """A whole answer has said how long it is: its client sees that it ends early."""
+    """A whole answer has a Content-Length, so its client can see that it ends early."""
     connection, words = Connection(), cast(Renderer, ContentPart())
     answer = ResponseWriter(connection.send, WritingTurns(), ApiError.body)
     held = MemoryBudget(2**30).reservation()

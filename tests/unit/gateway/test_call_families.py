@@ -1,4 +1,4 @@
-"""Functions, thoughts and schemas with models of each family, whose marks are special tokens."""
+"""Tool calls, reasoning and schemas with models of each family, whose markers are special tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AS_COLOR = {"type": "json_schema", "json_schema": {"name": "color", "schema": CO
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SIZE}} for name in ("look", "cut-2")]
 STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 HELLO = [{"role": "user", "content": "hello"}]
-BEGUN = {  # a call of `look`
+BEGUN = {  # the beginning of a call of `look`
     "mistral-list": "[TOOL_CALLS] [",
     "mistral-named": "[TOOL_CALLS]look[ARGS]",
     "deepseek3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look",
@@ -48,7 +48,7 @@ FINAL = {"harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|
 
 @pytest.fixture(scope="session")
 def marked(tokenizer: Tokenizer) -> Backend:
-    """A vocabulary with all marks of all forms."""
+    """Return a tokenizer with the markers of all families as special tokens."""
     backend = Backend.from_str(tokenizer.backend.to_str())
     backend.add_special_tokens([mark for form in FORMATS for mark in form.marks])
     return backend
@@ -72,7 +72,7 @@ async def service(start: Callable[..., Service], served: ServedModel) -> Service
 
 
 def script(service: Service, answer: str, *, tools: list[dict[str, Any]] | None = None, end: bool = True) -> None:
-    """Set the answer to "hello" of a model that was told of these functions."""
+    """Set the model's answer to "hello" when the prompt has these functions."""
     service.script(service.tokenizer.render_chat(HELLO, tools=tools), answer, end=end)
 
 
@@ -80,7 +80,7 @@ def calls_of(message: dict[str, Any]) -> list[Call]:
     return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
 
 
-async def test_calls_words_and_thoughts_are_told_apart(service: Service, family: str) -> None:
+async def test_calls_content_and_reasoning_are_separated(service: Service, family: str) -> None:
     writer = WRITERS[family]
     calls: list[Call] = [("look", {"size": 1}), ("cut-2", {"size": 2})][: 1 if writer.takes_one else 2]
     thought = ("the fox?",) if writer.thinks else ()
@@ -100,8 +100,8 @@ async def test_calls_words_and_thoughts_are_told_apart(service: Service, family:
 
 
 @dataclass(frozen=True)
-class Told:
-    """The parts of an answer that a client has."""
+class Received:
+    """The parts of an answer that its client gets."""
 
     words: str
     thought: str
@@ -109,15 +109,15 @@ class Told:
     finish_reason: str | None
 
 
-def told_at_once(response: httpx.Response) -> Told:
+def received_whole(response: httpx.Response) -> Received:
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
     message = choice["message"]
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
-    return Told(message["content"] or "", message.get("reasoning_content", ""), calls, choice["finish_reason"])
+    return Received(message["content"] or "", message.get("reasoning_content", ""), calls, choice["finish_reason"])
 
 
-def told_in_pieces(response: httpx.Response) -> Told:
+def received_streamed(response: httpx.Response) -> Received:
     *chunks, done = events(response.text)
     assert done == "[DONE]"
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -127,39 +127,42 @@ def told_in_pieces(response: httpx.Response) -> Told:
             calls.append((piece["name"], ""))
         calls[-1] = (calls[-1][0], calls[-1][1] + piece["arguments"])
     words, thought = ("".join(delta.get(key, "") for delta in deltas) for key in ("content", "reasoning_content"))
-    return Told(words, thought, calls, chunks[-1]["choices"][0]["finish_reason"])
+    return Received(words, thought, calls, chunks[-1]["choices"][0]["finish_reason"])
 
 
-async def ask_both_ways(service: Service, **fields: Any) -> Told:
+async def ask_both_ways(service: Service, **fields: Any) -> Received:
     """Return the answer, after checking that it is the same streamed and whole."""
-    at_once = told_at_once(await service.chat("hello", tools=TOOLS, **fields))
-    assert told_in_pieces(await service.chat("hello", tools=TOOLS, stream=True, **fields)) == at_once
+    at_once = received_whole(await service.chat("hello", tools=TOOLS, **fields))
+    assert received_streamed(await service.chat("hello", tools=TOOLS, stream=True, **fields)) == at_once
     return at_once
 
 
-def check_calls(told: Told, calls: list[Call]) -> None:
-    """Check that all calls before the last are whole, and that `tool_calls` says so of all."""
+def check_calls(received: Received, calls: list[Call]) -> None:
+    """Check that all calls before the last are complete, and also the last if the finish reason is `tool_calls`."""
     whole = [(name, json.dumps(given)) for name, given in calls]
-    assert told.calls[:-1] == whole[: len(told.calls)][:-1]
-    if told.finish_reason == "tool_calls":
-        assert told.calls[-1] == whole[len(told.calls) - 1]
-    elif told.calls:
-        (name, came), (whole_name, arguments) = told.calls[-1], whole[len(told.calls) - 1]
+    assert received.calls[:-1] == whole[: len(received.calls)][:-1]
+    if received.finish_reason == "tool_calls":
+        assert received.calls[-1] == whole[len(received.calls) - 1]
+    elif received.calls:
+        (name, came), (whole_name, arguments) = received.calls[-1], whole[len(received.calls) - 1]
         assert (name, arguments.startswith(came), came == arguments) == (whole_name, True, False)
 
 
 @pytest.mark.slow
-async def test_a_call_in_which_the_model_stops_is_not_asked_for(service: Service, family: str) -> None:
+async def test_an_unfinished_call_has_finish_reason_stop(service: Service, family: str) -> None:
     writer = WRITERS[family]
     calls: list[Call] = [("look", {"size": 15}), ("cut-2", {"size": 2})][: 1 if writer.takes_one else 2]
     tokens = service.tokenizer.encode(writer.write("", calls))
     reasons = set()
     for length in range(3, len(tokens), 3):
         service.script(service.tokenizer.render_chat(HELLO, tools=TOOLS), tokens[:length])
-        told = await ask_both_ways(service)
-        if told.calls and told.calls[-1] != ("look", "{}"):  # of gpt-oss: a message without content
-            check_calls(told, calls)
-            reasons.add(told.finish_reason)
+        received = await ask_both_ways(service)
+        if received.calls and received.calls[-1] != (
+            "look",
+            "{}",
+        ):  # in gpt-oss a message without content
+            check_calls(received, calls)
+            reasons.add(received.finish_reason)
     assert "stop" in reasons
 
 
@@ -174,16 +177,16 @@ async def test_a_stop_string_cuts_a_call_wherever_it_is(service: Service, family
     answer = writer.write("Well.", calls)
     script(service, answer, tools=TOOLS)
     for stop in STOPS:
-        told = await ask_both_ways(service, stop=stop, include_stop_str_in_output=included)
-        assert "Well.".startswith(told.words), stop
-        assert told.finish_reason in ("stop", "tool_calls"), stop
+        received = await ask_both_ways(service, stop=stop, include_stop_str_in_output=included)
+        assert "Well.".startswith(received.words), stop
+        assert received.finish_reason in ("stop", "tool_calls"), stop
         if stop in answer:
-            check_calls(told, calls)
+            check_calls(received, calls)
     cut_in_arguments = await ask_both_ways(service, stop="15", include_stop_str_in_output=included)
     assert ([name for name, _ in cut_in_arguments.calls], cut_in_arguments.finish_reason) == (["look"], "stop")
 
 
-async def test_calls_and_results_are_sent_back_as_they_came(service: Service, family: str) -> None:
+async def test_calls_and_results_can_be_sent_back(service: Service, family: str) -> None:
     calls: list[Call] = [("look", {"size": 1})]
     script(service, WRITERS[family].write("Well.", calls), tools=TOOLS)
     (choice,) = (await service.chat("hello", tools=TOOLS)).json()["choices"]
@@ -191,13 +194,13 @@ async def test_calls_and_results_are_sent_back_as_they_came(service: Service, fa
     body = {"model": "tiny", "messages": [*HELLO, choice["message"], result], "tools": TOOLS}
     response = await service.http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
     assert response.status_code == 200, response.text
-    told = {key: body[key] for key in ("messages", "tools")}
-    tokens = (await service.http.post("/tokenize", json=told)).json()["tokens"]
+    received = {key: body[key] for key in ("messages", "tools")}
+    tokens = (await service.http.post("/tokenize", json=received)).json()["tokens"]
     assert "seen" in service.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("family", ["harmony"])
-async def test_where_every_answer_is_framed_its_frame_is_not_shown(service: Service) -> None:
+async def test_the_frame_of_a_harmony_answer_is_not_shown(service: Service) -> None:
     answer = "<|channel|>analysis<|message|>the fox?<|end|><|start|>assistant<|channel|>final<|message|>the dog"
     script(service, answer)
     (choice,) = (await service.chat("hello", max_tokens=100)).json()["choices"]
@@ -208,7 +211,7 @@ async def test_where_every_answer_is_framed_its_frame_is_not_shown(service: Serv
     assert choice["text"] == "analysisthe fox?assistantfinalthe dog"
 
 
-async def test_what_is_no_call_is_shown_with_its_marks(service: Service, family: str) -> None:
+async def test_a_call_of_an_unknown_function_is_shown_as_text_with_its_markers(service: Service, family: str) -> None:
     text = WRITERS[family].write("", [("unknown", {"size": 1})])
     script(service, text, tools=TOOLS)
     (choice,) = (await service.chat("hello", tools=TOOLS)).json()["choices"]
@@ -219,7 +222,7 @@ async def test_what_is_no_call_is_shown_with_its_marks(service: Service, family:
 def grammars_of(
     model: ServedModel, marked: Backend, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[ServedModel, str], XGrammarBackend]]:
-    """Return grammar backends by family: a process each."""
+    """Return a function that gives the grammar backend of a family; each backend is a process."""
     started: dict[str, XGrammarBackend] = {}
 
     def start(served: ServedModel, family: str) -> XGrammarBackend:
@@ -245,7 +248,7 @@ async def bound(
     family: str,
     grammars_of: Callable[[ServedModel, str], XGrammarBackend],
 ) -> Service:
-    """With engines that keep grammars."""
+    """A service whose engines apply grammars."""
     return start(Role.PREFILL, Role.DECODE, served=served, grammars=grammars_of(served, family))
 
 
@@ -253,10 +256,8 @@ NAMED = {"type": "function", "function": {"name": "look"}}
 
 
 @pytest.mark.slow
-async def test_calls_that_must_come_fit_in_tokens_of_their_own_and_so_do_strict_ones_and_words(
-    bound: Service, family: str
-) -> None:
-    """By a model that begins as it should, and then would write anything."""
+async def test_required_calls_strict_calls_and_content_fit_their_schemas(bound: Service, family: str) -> None:
+    """Only the grammar makes the outputs fit: the model writes the right beginning, and then random tokens."""
     begun = BEGUN[family]
     asked: dict[str, dict[str, Any]] = {
         "required": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
@@ -281,7 +282,7 @@ async def test_calls_that_must_come_fit_in_tokens_of_their_own_and_so_do_strict_
         else:
             assert family not in FINAL or choice["finish_reason"] == "length"
 
-    # Grammars let models write marks in tokens of their own.
+    # Grammars allow the special tokens of the markers.
     script(bound, BEGUN[family], tools=TOOLS, end=False)
     named = {"tools": TOOLS, "tool_choice": NAMED, "logprobs": True, "max_tokens": 300}
     (choice,) = (await bound.chat("hello", **named)).json()["choices"]

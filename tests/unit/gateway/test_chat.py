@@ -60,7 +60,7 @@ async def test_max_completion_tokens_limits_the_answer_and_so_does_its_old_name(
         assert response.json()["usage"]["completion_tokens"] == 3
 
 
-async def test_logprobs_come_with_bytes_and_as_many_alternatives_as_asked(service: Service) -> None:
+async def test_logprobs_have_bytes_and_the_requested_number_of_alternatives(service: Service) -> None:
     service.script_chat("hello", "fox 🦊")
     response = await service.chat("hello", logprobs=True, top_logprobs=3)
     content = response.json()["choices"][0]["logprobs"]["content"]
@@ -100,9 +100,7 @@ async def test_template_variables_and_the_open_last_message_change_the_prompt(se
     assert open_ended.endswith("<|im_start|>assistant\nwe")
 
 
-async def test_the_checkpoints_sampling_applies_where_the_client_is_silent(
-    start: Callable[..., Service], model: ServedModel
-) -> None:
+async def test_the_checkpoints_sampling_is_the_default(start: Callable[..., Service], model: ServedModel) -> None:
     served = replace(model, generation_defaults={"temperature": 0.6, "top_p": 0.95, "top_k": 20})
     service = start(Role.UNIFIED, served=served)
     await service.chat("hello", top_p=0.5, max_tokens=1)

@@ -40,7 +40,7 @@ async def test_a_client_may_ask_for_less_time_than_the_operator_gives(
     response = await ask(service, {WHOLE: "200"}, stream=stream)
     assert refusal(response) == (408, "request_timeout", True)
     assert "0.2 s" in response.json()["error"]["message"]
-    assert 0 < engine.submitted[0].timeout_s <= 0.2, "the engine knows, too"
+    assert 0 < engine.submitted[0].timeout_s <= 0.2, "the engine must get the deadline, too"
     engine.running.set()
     await service.cluster.settled()
 
@@ -63,7 +63,7 @@ async def test_a_client_cannot_ask_for_more(start: Callable[..., Service], limit
     engine = service.cluster.members[0]
     engine.running.clear()
     assert refusal(await ask(service, {WHOLE: "9000", FIRST_TOKEN: "9000"}))[1] == code
-    assert engine.submitted[0].timeout_s <= limits.get("request_timeout_s", 9.0), "nor of the engine"
+    assert engine.submitted[0].timeout_s <= limits.get("request_timeout_s", 9.0), "the operator's limit must hold"
     engine.running.set()
     await service.cluster.settled()
 
@@ -71,7 +71,7 @@ async def test_a_client_cannot_ask_for_more(start: Callable[..., Service], limit
 @ROLES
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("asked", [True, False], ids=["client", "operator"])
-async def test_who_waits_too_long_for_the_first_token_is_told_and_every_leg_ends(
+async def test_a_late_first_token_is_an_error_and_ends_every_attempt(
     start: Callable[..., Service], roles: list[Role], stream: bool, asked: bool
 ) -> None:
     service = start(*roles, **({} if asked else {"first_token_timeout_s": 0.2}))
@@ -81,10 +81,10 @@ async def test_who_waits_too_long_for_the_first_token_is_told_and_every_leg_ends
     assert "0.2 s" in response.json()["error"]["message"]
     service.cluster.members[0].running.set()
     await service.cluster.settled()
-    assert service.cluster.members[0].stats.num_steps == 0, "it had not begun, and never does"
+    assert service.cluster.members[0].stats.num_steps == 0, "the prompt must never be computed"
 
 
-async def test_who_finds_nobody_to_serve_it_waits_no_longer_either(start: Callable[..., Service]) -> None:
+async def test_a_request_without_an_engine_waits_no_longer_than_its_deadline(start: Callable[..., Service]) -> None:
     assert refusal(await ask(start(), {FIRST_TOKEN: "100"})) == (408, "first_token_timeout", False)
 
 
@@ -101,7 +101,7 @@ async def test_an_answer_whose_first_token_came_in_time_may_take_longer(start: C
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [WHOLE, FIRST_TOKEN])
 @pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "1e3", "soon", "2s", "9" * 10, "٣"])
-async def test_what_is_no_time_is_refused_by_the_headers_name(service: Service, name: str, value: str) -> None:
+async def test_invalid_times_are_refused_with_the_name_of_the_header(service: Service, name: str, value: str) -> None:
     response = await service.http.post(
         "/v1/completions", json={"model": "tiny", "prompt": PROMPT}, headers=[(name.encode(), value.encode())]
     )
@@ -112,8 +112,8 @@ async def test_what_is_no_time_is_refused_by_the_headers_name(service: Service, 
 
 
 @pytest.mark.parametrize("name", [WHOLE, FIRST_TOKEN])
-async def test_clients_in_a_hurry_open_no_circuit(start: Callable[..., Service], name: str) -> None:
-    """Nor does a request of theirs whose time is over by the engine's own clock."""
+async def test_short_client_deadlines_open_no_circuit(start: Callable[..., Service], name: str) -> None:
+    """Requests that expire by the engine's own clock open no circuit either."""
     service = start(Role.UNIFIED, breaker={"failures": 2, "open_s": 60})
     engine = service.cluster.members[0]
     engine.running.clear()

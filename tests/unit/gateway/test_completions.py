@@ -26,7 +26,7 @@ async def test_sixteen_tokens_are_the_default(service: Service) -> None:
     assert response.json()["choices"][0]["finish_reason"] == "length"
 
 
-async def test_usage_counts_tokens_and_what_came_from_the_cache(service: Service) -> None:
+async def test_usage_counts_tokens_and_cached_tokens(service: Service) -> None:
     prompt = list(range(10, 50))
     first = (await service.complete(prompt, max_tokens=5)).json()["usage"]
     assert first == {
@@ -51,18 +51,18 @@ async def test_a_stream_carries_the_same_text_and_ends_with_done(service: Servic
     assert all("usage" not in chunk for chunk in chunks)
 
 
-async def test_usage_ends_a_stream_where_asked(service: Service) -> None:
+async def test_usage_ends_a_stream_on_request(service: Service) -> None:
     prompt = list(range(10, 50))
     response = await service.complete(prompt, stream=True, max_tokens=3, stream_options={"include_usage": True})
     *chunks, last, done = events(response.text)
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 3
-    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}  # what a hand-off brought is not cached
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}  # blocks of a hand-off do not count as cached
     assert done == "[DONE]"
 
 
-async def test_usage_grows_chunk_by_chunk_where_asked(service: Service) -> None:
+async def test_usage_grows_chunk_by_chunk_on_request(service: Service) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     service.script("hello", " the dog the fox", end=False)
     response = await service.complete("hello", stream=True, max_tokens=4, stream_options=options)
@@ -99,7 +99,7 @@ async def test_choices_of_each_prompt_follow_each_other_and_differ_by_seed(servi
     assert response.json()["usage"]["completion_tokens"] == 48
 
 
-async def test_streamed_choices_are_told_apart_by_their_index(service: Service) -> None:
+async def test_streamed_choices_are_distinguished_by_their_index(service: Service) -> None:
     whole = await service.complete("hello", n=3, seed=7, max_tokens=8)
     response = await service.complete("hello", n=3, seed=7, max_tokens=8, stream=True)
     texts = ["", "", ""]
@@ -116,7 +116,7 @@ async def test_a_seed_repeats_an_answer_and_no_seed_does_not(service: Service) -
     assert await text(seed=3) == await text(seed=3)
     assert await text(seed=-(2**63)) == await text(seed=-(2**63)), "OpenAI's seeds may be negative"
     assert await text() != await text()
-    assert await text(seed=-1) != await text(seed=-1), "as in vLLM"
+    assert await text(seed=-1) != await text(seed=-1), "-1 must mean no seed, as in vLLM"
 
 
 async def test_a_stop_string_ends_the_text_before_it_across_token_borders(service: Service) -> None:
@@ -124,10 +124,10 @@ async def test_a_stop_string_ends_the_text_before_it_across_token_borders(servic
     response = await service.complete("hello", max_tokens=40, stop=["zz", "azy do"])
     (choice,) = response.json()["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" there, the l", "stop", "azy do")
-    await service.cluster.settled()  # the engine was told to stop
+    await service.cluster.settled()  # returns only if the engine was told to stop
 
 
-async def test_nothing_of_a_stop_string_is_ever_streamed(service: Service) -> None:
+async def test_no_part_of_a_stop_string_is_ever_streamed(service: Service) -> None:
     service.script("hello", " there, the lazy dog sleeps")
     response = await service.complete("hello", max_tokens=40, stop="azy do", stream=True)
     chunks = events(response.text)[:-1]
@@ -135,7 +135,7 @@ async def test_nothing_of_a_stop_string_is_ever_streamed(service: Service) -> No
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_the_beginning_of_a_stop_string_is_given_out_when_the_text_ends_with_it(service: Service) -> None:
+async def test_an_incomplete_stop_string_at_the_end_is_part_of_the_text(service: Service) -> None:
     service.script("hello", " the dog")
     response = await service.complete("hello", max_tokens=40, stop=["dogma"])
     assert response.json()["choices"][0]["text"] == " the dog"
@@ -171,7 +171,7 @@ async def test_characters_split_over_tokens_are_never_broken_in_a_stream(service
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-async def test_log_probabilities_tell_the_bytes_of_parts_of_characters(service: Service) -> None:
+async def test_log_probabilities_have_the_bytes_of_partial_characters(service: Service) -> None:
     fox = service.tokenizer.encode("🦊")
     shown = ["".join(f"\\x{byte:02x}" for byte in service.tokenizer.token_bytes(token)) for token in fox]
     scored = (await service.complete("a🦊", max_tokens=1, prompt_logprobs=0)).json()["choices"][0]["prompt_logprobs"]
@@ -224,7 +224,7 @@ async def test_streamed_logprobs_are_those_of_the_whole_answer(service: Service)
     assert streamed == whole
 
 
-async def test_tokens_that_a_stop_string_took_away_have_no_logprobs(service: Service) -> None:
+async def test_tokens_that_a_stop_string_removes_have_no_logprobs(service: Service) -> None:
     service.script("hello", " the dog the fox")
     response = await service.complete("hello", logprobs=0, max_tokens=30, stop=" the fox")
     assert response.json()["choices"][0]["logprobs"]["tokens"] == [" the", " dog"]
@@ -245,7 +245,7 @@ async def test_echo_with_logprobs_covers_the_prompt(service: Service) -> None:
 
 
 async def test_an_echoed_prompt_of_special_tokens_alone_is_scored_too(service: Service) -> None:
-    """Nothing of it is text: evaluations count on an entry a token all the same."""
+    """Evaluations need one entry for each token, although the prompt has no visible text."""
     eos = service.tokenizer.eos_token_id
     response = await service.complete([eos, eos, eos], echo=True, logprobs=1, max_tokens=0)
     (choice,) = response.json()["choices"]
@@ -263,7 +263,7 @@ async def test_a_prompt_can_be_scored_without_generating(service: Service) -> No
     assert response.json()["usage"]["completion_tokens"] == 0
 
 
-async def test_prompt_logprobs_come_by_token_id(service: Service) -> None:
+async def test_prompt_logprobs_are_keyed_by_token_id(service: Service) -> None:
     tokens = service.tokenizer.encode("hello world")
     response = await service.complete("hello world", prompt_logprobs=2, max_tokens=2)
     entries = response.json()["choices"][0]["prompt_logprobs"]

@@ -1,4 +1,4 @@
-"""Long prompts whose blocks go to the decode engine while prefill still reads: always one unbroken answer."""
+"""Early hand-offs: the decode engine reads a prompt's blocks while prefill still runs, and the answer is unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def expected(start: Callable[..., Service]) -> str:
 
 @pytest.fixture
 async def service(start: Callable[..., Service]) -> AsyncIterator[Service]:
-    """Two prefill engines that take five steps for the prompt, two decode engines."""
+    """A service with two prefill engines that need five steps for the prompt, and two decode engines."""
     service = start()
     service.cluster.wire.progressive = True
     for role in (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE):
@@ -42,7 +42,7 @@ def members(service: Service, role: Role) -> list[FakeEngine]:
 
 
 async def in_mid_prefill(service: Service) -> tuple[asyncio.Task, FakeEngine, FakeEngine]:
-    """An answer whose prefill engine stands still after a step or two, and which a decode engine waits for."""
+    """Return an answer, its prefill engine, paused after a step or two, and the decode engine that waits for it."""
     for engine in members(service, Role.PREFILL):
         engine.step_s = 0.02
     answer = asyncio.create_task(service.complete(PROMPT, **FIELDS))
@@ -50,11 +50,11 @@ async def in_mid_prefill(service: Service) -> tuple[asyncio.Task, FakeEngine, Fa
     (prefill,) = (engine for engine in members(service, Role.PREFILL) if engine.submitted)
     (decode,) = (engine for engine in members(service, Role.DECODE) if engine.submitted)
     prefill.running.clear()
-    assert prefill.streams, "the prompt was read too soon for this test"
+    assert prefill.streams, "the prefill ended too soon for this test"
     return answer, prefill, decode
 
 
-async def test_the_decode_engine_is_chosen_before_the_prompt_is_read_and_goes_on_from_its_first_token(
+async def test_the_decode_engine_is_chosen_during_prefill_and_continues_from_the_first_token(
     service: Service, expected: str
 ) -> None:
     answer, prefill, decode = await in_mid_prefill(service)
@@ -69,14 +69,14 @@ async def test_the_decode_engine_is_chosen_before_the_prompt_is_read_and_goes_on
     assert [(engine, len(decode.submitted)) for engine, _, _ in service.cluster.begun] == [(decode.record.engine_id, 1)]
 
 
-async def test_short_prompts_are_handed_over_when_they_are_read(service: Service) -> None:
+async def test_short_prompts_are_handed_over_after_prefill(service: Service) -> None:
     await service.complete(PROMPT[:CHUNK], **FIELDS)
     (request,) = (request for engine in members(service, Role.DECODE) for request in engine.submitted)
     assert not request.awaits_first_token
     assert service.cluster.begun == []
 
 
-async def test_a_prefill_engine_that_dies_takes_its_early_leg_along(service: Service, expected: str) -> None:
+async def test_the_early_attempt_ends_with_its_prefill_engine(service: Service, expected: str) -> None:
     answer, prefill, _ = await in_mid_prefill(service)
     prefill.die()
     response = await answer
@@ -84,17 +84,17 @@ async def test_a_prefill_engine_that_dies_takes_its_early_leg_along(service: Ser
     assert response.headers["x-baton-path"].startswith("recomputed; ")
 
 
-async def test_a_decode_engine_that_dies_meanwhile_is_replaced(service: Service, expected: str) -> None:
+async def test_a_decode_engine_that_dies_during_prefill_is_replaced(service: Service, expected: str) -> None:
     answer, prefill, decode = await in_mid_prefill(service)
     decode.die()
     prefill.running.set()
     assert (await answer).json()["choices"][0]["text"] == expected
 
 
-async def test_an_offer_that_ended_in_mid_growth_is_made_anew_and_the_early_leg_dropped(
+async def test_an_early_offer_that_ends_is_made_again_and_the_early_attempt_dropped(
     service: Service, expected: str
 ) -> None:
-    """As after a preemption, or a read that failed."""
+    """The offer ends as it does after a preemption or a failed read."""
     answer, prefill, decode = await in_mid_prefill(service)
     ((_, offer),) = service.cluster.wire.offers.items()
     prefill.connector.end(offer.transfer_id, OfferOutcome.WITHDRAWN)
@@ -109,7 +109,7 @@ async def test_an_offer_that_ended_in_mid_growth_is_made_anew_and_the_early_leg_
     assert decode.submitted
 
 
-async def test_a_client_that_leaves_in_mid_growth_ends_every_leg(service: Service) -> None:
+async def test_a_client_that_leaves_during_prefill_ends_every_attempt(service: Service) -> None:
     answer, prefill, _ = await in_mid_prefill(service)
     answer.cancel()
     with contextlib.suppress(asyncio.CancelledError):

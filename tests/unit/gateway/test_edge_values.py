@@ -31,7 +31,7 @@ async def service(start: Callable[..., Service]) -> Service:
 
 
 async def asked(service: Service, path: str, **fields: Any) -> dict[str, Any]:
-    """Return what the engine was asked: its sampling parameters and seed."""
+    """Return the sampling parameters and the seed that the engine got."""
     answer = await service.http.post(path, json={"model": "tiny", **BODIES[path], LIMITS[path]: 2, **fields})
     assert answer.status_code == 200, answer.text
     request = service.cluster.members[0].submitted[-1]
@@ -39,7 +39,7 @@ async def asked(service: Service, path: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_whole_number_is_an_integer_however_it_is_written(service: Service, path: str) -> None:
+async def test_a_whole_number_is_an_integer_in_any_notation(service: Service, path: str) -> None:
     assert (await asked(service, path, **{LIMITS[path]: 3.0}))["max_tokens"] == 3
     assert (await asked(service, path, seed=7.0))["seed"] == 7
     answer = await service.http.post(path, json={"model": "tiny", **BODIES[path], LIMITS[path]: 3.5})
@@ -47,7 +47,7 @@ async def test_a_whole_number_is_an_integer_however_it_is_written(service: Servi
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_nucleus_of_nothing_is_the_likeliest_token(service: Service, path: str) -> None:
+async def test_top_p_may_be_zero(service: Service, path: str) -> None:
     assert (await asked(service, path, top_p=0))["top_p"] == 0.0
 
 
@@ -55,7 +55,7 @@ async def test_a_nucleus_of_nothing_is_the_likeliest_token(service: Service, pat
 async def test_a_negative_seed_means_the_same_everywhere(service: Service, path: str) -> None:
     assert (await asked(service, path, seed=-5))["seed"] == 2**63 - 5
     drawn = [(await asked(service, path, seed=-1))["seed"] for _ in range(3)]
-    assert len(set(drawn)) == 3, "-1 is none, as in vLLM"
+    assert len(set(drawn)) == 3, "-1 must mean no seed, as in vLLM"
 
 
 TURNS: dict[str, tuple[list[dict[str, Any]], str | None]] = {

@@ -1,4 +1,4 @@
-"""Figures of slow engines age: single requests try whether such an engine is still slow, at little cost."""
+"""Trials of slow engines: once a measurement is old, single requests test cheaply if the engine is still slow."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ...helpers.gateway_service import Clock
 from .engine_views import view
 
 FAST, SLOW = 1e-4, 1e-3  # seconds to compute a token of a prompt
-SHORT = 10  # tokens, of which a slow engine may be asked as soon as its figure is stale
-LOSS_S = SLOW - FAST  # of one token
+SHORT = 10  # tokens: such a prompt tries a slow engine as soon as its measurement is stale
+LOSS_S = SLOW - FAST  # lost for each token on the slow engine
 SLOW_RANK = 2
 
 
@@ -48,7 +48,7 @@ class Gateway:
 
 
 class Fleet:
-    """Engines of which the third was slow when it last measured; each request is measured where it is served."""
+    """Three engines, of which the third measured slow prefills; an engine measures every request that it serves."""
 
     def __init__(self, num_gateways: int = 1) -> None:
         self.clock = Clock()
@@ -76,7 +76,7 @@ def begun(num_gateways: int = 1) -> Fleet:
     return fleet
 
 
-def test_an_engine_that_measured_slow_prompts_is_tried_once_that_is_stale() -> None:
+def test_a_slow_engine_is_tried_once_its_measurement_is_stale() -> None:
     fleet = begun()
     fleet.wait(STALE_S)
     assert not fleet.ask()
@@ -85,7 +85,7 @@ def test_an_engine_that_measured_slow_prompts_is_tried_once_that_is_stale() -> N
     assert (route.placement.engine.rank, route.reason) == (SLOW_RANK, MEASURING)
 
 
-def test_after_a_few_trials_that_find_it_as_slow_it_is_left_alone_again() -> None:
+def test_after_a_few_slow_trials_the_engine_gets_no_more_for_a_while() -> None:
     fleet = begun()
     fleet.wait(STALE_S + RENEWED_S)
     assert [fleet.ask() for _ in range(SETTLED + 5)] == [True] * SETTLED + [False] * 5
@@ -95,7 +95,7 @@ def test_after_a_few_trials_that_find_it_as_slow_it_is_left_alone_again() -> Non
     assert fleet.ask()
 
 
-def test_one_that_is_found_as_fast_as_others_has_its_share_again_after_one_trial() -> None:
+def test_an_engine_that_is_fast_again_gets_its_share_after_one_trial() -> None:
     fleet = begun()
     fleet.wait(STALE_S + RENEWED_S)
     assert fleet.ask()
@@ -114,10 +114,10 @@ def test_a_trial_is_a_single_request() -> None:
     others = [*fleet.engines[:2], engine(SLOW_RANK, SLOW, num_waiting_tokens=1, num_requests_waiting=1)]
     fresh = begun()
     fresh.wait(STALE_S + RENEWED_S)
-    assert fresh.gateways[0].route(others).placement.engine.rank != SLOW_RANK, "another gateway's request is there"
+    assert fresh.gateways[0].route(others).placement.engine.rank != SLOW_RANK, "another gateway runs a trial"
 
 
-def test_a_longer_prompt_tries_it_later() -> None:
+def test_a_longer_prompt_tries_a_slow_engine_later() -> None:
     num_tokens = 2000
     for share, is_tried in ((0.9, False), (1.1, True)):
         fleet = begun()
@@ -125,7 +125,7 @@ def test_a_longer_prompt_tries_it_later() -> None:
         assert fleet.ask(num_tokens) is is_tried
 
 
-def test_engines_that_are_alike_or_faster_are_not_tried() -> None:
+def test_engines_of_similar_or_higher_speed_are_not_tried() -> None:
     fleet = begun()
     for fleet.token_s in (1.3 * FAST, FAST / 10):
         fleet.wait(10 * STALE_S)
@@ -145,7 +145,7 @@ def test_trials_of_one_gateway_count_for_all() -> None:
     assert [fleet.ask(gateway=number % 3) for number in range(9)] == [True] * SETTLED + [False] * 6
 
 
-def test_a_gateway_that_starts_knows_who_is_slow_and_tries_it_a_while_later() -> None:
+def test_a_new_gateway_knows_the_slow_engine_and_tries_it_later() -> None:
     fleet = begun()
     fleet.wait(STALE_S + RENEWED_S)
     late = Gateway(fleet.clock)
@@ -206,7 +206,7 @@ arrivals = st.lists(st.tuples(st.floats(0.01, 200.0), st.integers(2, 4000)), min
 
 
 @given(arrivals, st.integers(1, 3))
-def test_whatever_comes_an_engine_that_stays_slow_costs_no_more_than_the_stated_share(
+def test_trials_of_an_engine_that_stays_slow_cost_no_more_than_the_stated_share(
     requests: list[tuple[float, int]], num_gateways: int
 ) -> None:
     fleet, lost_s = begun(num_gateways), 0.0
@@ -217,8 +217,8 @@ def test_whatever_comes_an_engine_that_stays_slow_costs_no_more_than_the_stated_
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 20.0), st.integers(2, 1000)), min_size=1, max_size=200))
-def test_one_that_is_well_again_is_known_to_be_within_the_stated_time(requests: list[tuple[float, int]]) -> None:
-    """The first request is tried that comes when its prompt's loss is a share of the time."""
+def test_the_first_trial_of_a_slow_engine_comes_within_the_stated_time(requests: list[tuple[float, int]]) -> None:
+    """The first request whose expected loss is below the stated share of the elapsed time is the trial."""
     fleet = begun()
     fleet.token_s, began_s = SLOW, fleet.clock.now_s
     for pause_s, num_tokens in requests:
@@ -233,7 +233,7 @@ def test_one_that_is_well_again_is_known_to_be_within_the_stated_time(requests: 
 
 
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5, unique=True), min_size=1, max_size=40))
-def test_what_is_known_of_engines_is_bounded_by_those_seen_lately(fleets: list[list[int]]) -> None:
+def test_measurements_are_kept_only_of_engines_seen_lately(fleets: list[list[int]]) -> None:
     gateway = Gateway(Clock())
     for ranks in fleets:
         gateway.route([engine(rank) for rank in ranks])
@@ -243,7 +243,7 @@ def test_what_is_known_of_engines_is_bounded_by_those_seen_lately(fleets: list[l
     assert gateway.rates.known <= {each.record.engine_id for each in newest}
 
 
-def test_a_request_that_names_its_engine_makes_others_neither_forgotten_nor_younger() -> None:
+def test_pinned_requests_do_not_change_the_age_of_other_measurements() -> None:
     fleet = begun()
     gateway = fleet.gateways[0]
     for _ in range(5):
@@ -254,18 +254,18 @@ def test_a_request_that_names_its_engine_makes_others_neither_forgotten_nor_youn
 
 
 @pytest.mark.parametrize("num_new", range(1, SETTLED))
-def test_trials_that_are_too_few_count_from_the_first_of_them(num_new: int) -> None:
+def test_an_unfinished_series_of_trials_ages_from_its_first(num_new: int) -> None:
     fleet = begun()
     fleet.wait(STALE_S + RENEWED_S)
     assert all(fleet.ask() for _ in range(num_new))
     fleet.wait(STALE_S - RENEWED_S)
-    assert fleet.ask(), "it is the same series"
+    assert fleet.ask(), "the series of trials must go on"
     fleet = begun()
     fleet.wait(10 * STALE_S)
     assert all(fleet.ask(1000) for _ in range(num_new))
-    assert not fleet.ask(4000), "too long at any rate: the gateway looks at the reports"
+    assert not fleet.ask(4000), "this prompt is too long to be a trial"
     fleet.wait(STALE_S + RENEWED_S)
-    assert not fleet.ask(1000), "its figures are a minute old, for which this prompt loses too much"
+    assert not fleet.ask(1000), "this prompt loses too much for a measurement that is a minute old"
     assert fleet.ask()
     assert not fleet.ask(4000)
-    assert not fleet.ask(1000), "nor does the next series make them older"
+    assert not fleet.ask(1000), "the next series must not make the measurement older"

@@ -1,4 +1,4 @@
-"""Refusals name a field of the request and speak of JSON: whatever is wrong, nothing of this server's insides shows."""
+"""Refusals name a field of the request in terms of JSON, and show no internals of the server, whatever is wrong."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ PARSERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "/tokenize": lambda body: parse_request(TokenizeChatRequest if "messages" in body else TokenizeTextRequest, body),
     "/detokenize": lambda body: parse_request(DetokenizeRequest, body),
 }
-# Words of pydantic, msgspec and Python, tags of unions, names of classes and functions.
-INSIDES = re.compile(
+# Terms of pydantic, msgspec and Python, tags of unions, names of classes and functions.
+INTERNALS = re.compile(
     r"literal\[|function-|lambda|valid (dictionary|list|string|integer|number|boolean)|instance of|\binput (should|tag)"
     r"|validation|discriminator|is not valid|\bNone\b|\bTrue\b|\bFalse\b|dict\b|Error\b|object at 0x|<\w*>"
     r"|[a-z][A-Z][a-z]",
@@ -88,7 +88,7 @@ def refusal(path: str, body: dict[str, Any]) -> ApiError | None:
 
 
 def names_of(value: Any) -> Iterator[str]:
-    """All that may be named: fields that are there, and any field that an object lacks."""
+    """Yield the name of every field and element of the value."""
     for place in places(value):
         name = name_of(place)
         assert name is not None
@@ -104,7 +104,7 @@ def check(error: ApiError, body: dict[str, Any], path: str) -> None:
     assert error.param in there or (parent in there and missing.isidentifier()), (path, error.param)
     written = json.dumps(body)
     told = re.sub(r"'([^']*)'", lambda quoted: "" if quoted[1] in written else quoted[0], error.message)
-    assert not INSIDES.search(told), error.message
+    assert not INTERNALS.search(told), error.message
     assert error.message.endswith((".", "?"))
 
 
@@ -136,7 +136,7 @@ JSON = st.recursive(
 
 
 @given(st.sampled_from(sorted(MORE)), st.integers(0, 200), JSON)
-def test_whatever_stands_in_a_field_the_refusal_names_one(name: str, index: int, value: Any) -> None:
+def test_whatever_value_a_field_has_the_refusal_names_a_field(name: str, index: int, value: Any) -> None:
     path, body = MORE[name]
     all_places = list(places(body))
     wrong = changed(body, all_places[index % len(all_places)], value)
@@ -166,7 +166,7 @@ def test_whatever_stands_in_a_field_the_refusal_names_one(name: str, index: int,
         ({"user": None, "stop": [None]}, "stop[0]", "'stop[0]' must be a string, not null."),
     ],
 )
-def test_refusals_speak_of_json(fields: dict[str, Any], param: str, message: str) -> None:
+def test_refusals_use_the_terms_of_json(fields: dict[str, Any], param: str, message: str) -> None:
     error = refusal("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": ""}], **fields})
     assert error is not None
     assert error.param == param

@@ -19,7 +19,7 @@ FIELDS: dict[str, Any] = {"seed": 11, "max_tokens": 30, "ignore_eos": True}
 
 
 async def undisturbed(start: Callable[..., Service]) -> str:
-    """Return the answer of an engine that nothing happens to."""
+    """Return the answer of an engine without failures."""
     response = await start(Role.UNIFIED).complete(PROMPT, **FIELDS)
     return response.json()["choices"][0]["text"]
 
@@ -69,7 +69,7 @@ async def test_an_engine_that_dies_in_mid_answer_leaves_no_gap_and_no_repeat(
     await service.cluster.settled()
 
 
-async def test_a_dead_engines_replacement_is_waited_for(start: Callable[..., Service]) -> None:
+async def test_requests_wait_for_the_replacement_of_a_dead_engine(start: Callable[..., Service]) -> None:
     expected = await undisturbed(start)
     service = start(Role.PREFILL, Role.DECODE)
     decode = service.cluster.members[1]
@@ -84,7 +84,7 @@ async def test_a_dead_engines_replacement_is_waited_for(start: Callable[..., Ser
     await service.cluster.settled()
 
 
-async def test_an_engine_that_leaves_is_asked_once_and_another_one_is_waited_for(start: Callable[..., Service]) -> None:
+async def test_a_leaving_engine_is_asked_once_and_the_request_waits_for_another(start: Callable[..., Service]) -> None:
     expected = await undisturbed(start)
     service = start(Role.UNIFIED)
     (leaving,) = service.cluster.members
@@ -99,7 +99,7 @@ async def test_an_engine_that_leaves_is_asked_once_and_another_one_is_waited_for
     assert len(leaving.submitted) == 1
 
 
-async def test_a_stream_that_nobody_can_continue_ends_with_an_error_and_no_done(
+async def test_a_stream_that_no_engine_can_continue_ends_with_an_error_and_no_done(
     start: Callable[..., Service],
 ) -> None:
     service = start(Role.UNIFIED, capacity_timeout_s=0.1)
@@ -156,7 +156,7 @@ async def test_kv_that_is_lost_is_computed_by_another_prefill_engine(start: Call
     await service.cluster.settled()
 
 
-async def test_kv_that_is_lost_is_computed_on_the_decode_engine_where_no_other_prefill_is(
+async def test_lost_kv_is_computed_on_the_decode_engine_without_another_prefill_engine(
     start: Callable[..., Service],
 ) -> None:
     expected = await undisturbed(start)
@@ -165,7 +165,7 @@ async def test_kv_that_is_lost_is_computed_on_the_decode_engine_where_no_other_p
     response = await service.complete(PROMPT, **FIELDS, stream=True)
     *chunks, done = events(response.text)
     assert (text_of(chunks), done) == (expected, "[DONE]")
-    assert response.headers["x-baton-path"].startswith("disaggregated; ")  # as decided before the first byte
+    assert response.headers["x-baton-path"].startswith("disaggregated; ")  # the header was sent before the failure
     assert service.cluster.members[1].submitted[-1].kv_source is None
     await service.cluster.settled()
     path = 'baton_requests_by_path_total{path="recomputed",reason="kv-lost"}'
@@ -193,7 +193,7 @@ async def test_transfers_that_always_fail_end_in_a_clear_error(start: Callable[.
     await service.cluster.settled()
 
 
-async def test_an_engine_without_room_sends_the_request_to_another(start: Callable[..., Service]) -> None:
+async def test_a_request_that_a_full_engine_refuses_goes_to_another(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, Role.UNIFIED)
     refuse(service.cluster.members[0], ErrorKind.OVERLOADED)
     for _ in range(8):
@@ -201,7 +201,7 @@ async def test_an_engine_without_room_sends_the_request_to_another(start: Callab
     assert service.cluster.members[0].submitted
 
 
-async def test_when_all_engines_are_without_room_the_client_is_told_at_once(start: Callable[..., Service]) -> None:
+async def test_when_all_engines_are_full_the_client_gets_an_error_at_once(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, Role.UNIFIED, capacity_timeout_s=60)
     for engine in service.cluster.members:
         refuse(engine, ErrorKind.OVERLOADED)
@@ -214,7 +214,7 @@ async def test_when_all_engines_are_without_room_the_client_is_told_at_once(star
     ("kind", "status", "attempts"),
     [(ErrorKind.INVALID, 400, 1), (ErrorKind.TOO_LONG, 413, 1), (ErrorKind.INTERNAL, 500, 2)],
 )
-async def test_what_another_engine_could_not_do_better_is_not_retried(
+async def test_errors_that_every_engine_would_return_are_not_retried(
     start: Callable[..., Service], kind: ErrorKind, status: int, attempts: int
 ) -> None:
     service = start(Role.UNIFIED, Role.UNIFIED, Role.UNIFIED)
@@ -226,7 +226,7 @@ async def test_what_another_engine_could_not_do_better_is_not_retried(
     assert sum(len(engine.submitted) for engine in service.cluster.members) == attempts
 
 
-async def test_those_who_shared_an_engine_with_a_culprit_are_served_elsewhere(start: Callable[..., Service]) -> None:
+async def test_requests_beside_one_that_kills_their_engine_are_served_elsewhere(start: Callable[..., Service]) -> None:
     expected = await undisturbed(start)
     service = start(Role.UNIFIED, Role.UNIFIED)
     answers = [asyncio.create_task(service.complete(PROMPT, **FIELDS)) for _ in range(4)]
@@ -244,7 +244,7 @@ async def test_a_request_that_kills_engines_does_not_kill_them_all(start: Callab
     assert sum(engine.alive for engine in service.cluster.members) == 3
 
 
-async def test_without_prefill_engines_a_decode_engine_prefills_what_is_not_too_long(
+async def test_without_prefill_engines_a_decode_engine_prefills_short_prompts(
     start: Callable[..., Service],
 ) -> None:
     service = start(Role.DECODE, local_prefill_max_tokens=40, capacity_timeout_s=0.1)
@@ -260,13 +260,15 @@ async def test_engines_whose_kv_differs_are_not_paired(start: Callable[..., Serv
     assert response.headers["x-baton-path"].startswith("local-prefill")
 
 
-async def test_prompt_logprobs_survive_a_retry_and_come_once(start: Callable[..., Service]) -> None:
+async def test_prompt_logprobs_survive_a_retry_and_are_returned_once(start: Callable[..., Service]) -> None:
     service = start(Role.PREFILL, Role.PREFILL, Role.DECODE)
     service.cluster.wire.lose = 1
     response = await service.complete(PROMPT, **FIELDS, prompt_logprobs=1)
     assert len(response.json()["choices"][0]["prompt_logprobs"]) == len(PROMPT)
     asked = [request.sampling.prompt_logprobs for engine in service.cluster.members for request in engine.submitted]
-    assert sorted(asked, key=str) == [1, *[None] * (len(asked) - 1)], "whoever goes on need not compute them again"
+    assert sorted(asked, key=str) == [1, *[None] * (len(asked) - 1)], (
+        "the second engine need not compute prompt logprobs again"
+    )
     assert len(asked) == 4
 
 

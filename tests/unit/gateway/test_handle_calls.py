@@ -1,4 +1,4 @@
-"""Calls of other Serve applications: the HTTP API without HTTP."""
+"""Calls from other Serve applications: they use the API through a deployment handle, without HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...helpers.gateway_service import Service
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
 
-async def test_a_call_returns_what_the_same_request_is_answered_with(start: Callable[..., Service]) -> None:
+async def test_a_call_returns_the_answer_of_the_same_http_request(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     service.script_chat("hello", "the quick brown fox")
     answer = await call(service.app, CHAT, HELLO)
@@ -63,7 +63,7 @@ async def test_messages_are_called_as_chats_are(start: Callable[..., Service]) -
     assert (failed.value.status, failed.value.error["type"]) == (0, "overloaded_error")
 
 
-async def test_what_the_gateway_refuses_is_raised_with_its_status_and_field(start: Callable[..., Service]) -> None:
+async def test_a_refusal_is_raised_with_its_status_and_field(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     wrong = HELLO | {"temperature": -1}
     with pytest.raises(CallFailed) as refused:
@@ -76,7 +76,7 @@ async def test_what_the_gateway_refuses_is_raised_with_its_status_and_field(star
     assert (again.status, again.error, str(again)) == (400, refused.value.error, str(refused.value))
 
 
-async def test_a_call_needs_a_key_where_clients_do(start: Callable[..., Service]) -> None:
+async def test_a_call_needs_a_key_if_clients_need_one(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, api_keys=["secret"])
     with pytest.raises(CallFailed) as refused:
         await call(service.app, COMPLETIONS, {"model": "tiny", "prompt": "hello", "max_tokens": 1})
@@ -109,15 +109,15 @@ async def test_a_stream_whose_engine_fails_for_good_raises(start: Callable[..., 
     assert failed.value.error["type"] == "service_unavailable"
 
 
-async def test_serves_proxy_is_answered_as_the_gateways_own_port_is(
+async def test_serves_proxy_gets_the_same_answers_as_the_gateways_own_port(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Serve asks for what answers before the gateway has started, names its routes, and adds its prefix."""
+    """Serve reads the ASGI application before the gateway has started, looks up its routes, and adds a prefix."""
     behind = replica.app_behind_proxy()
     service = start(Role.UNIFIED)
     monkeypatch.setattr(replica, "app", service.app)
     scope = {"type": "http", "path": "/v1/models", "method": "GET", "root_path": ""}
-    assert get_asgi_route_name(behind, scope) == "", "all count for the application's prefix"
+    assert get_asgi_route_name(behind, scope) == "", "Serve must count all requests under the application's prefix"
     for root in ("", "/prefix"):
         transport = httpx.ASGITransport(behind, root_path=root)
         async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as proxy:

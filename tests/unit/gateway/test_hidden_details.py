@@ -1,4 +1,4 @@
-"""Errors name the field and nothing of the server's insides; these go into the log, with the id of the request."""
+"""Errors name the field and no internals of the server; these are logged, with the id of the request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BROKEN_TEMPLATES = {
 
 
 class RequestLog(logging.Handler):
-    """The lines of each request."""
+    """A log handler that keeps the lines of each request."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -110,7 +110,7 @@ async def test_a_number_of_thousands_of_digits_names_no_function_of_python(
         (ErrorKind.OVERLOADED, 503),
     ],
 )
-async def test_what_an_engine_says_of_itself_is_logged_and_not_sent(
+async def test_details_of_an_engines_error_are_logged_and_not_sent(
     start: Callable[..., Service], logged: dict[str, list[str]], kind: ErrorKind, status: int, stream: bool
 ) -> None:
     service = start(Role.UNIFIED, capacity_timeout_s=0)

@@ -1,4 +1,4 @@
-"""Texts that tend to break whoever reads them, in every field of every endpoint: refused by name, or harmless."""
+"""Texts that often break parsers, in every field of every endpoint: each is refused by name, or harmless."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.exhaustive
 
 @pytest.fixture(scope="module")
 def told(thinker: ServedModel) -> ServedModel:
-    """A model whose template tells all that it is given."""
+    """A model whose template renders every variable that it gets."""
     template = TEMPLATE.replace("call.function.arguments.size", "call.function.arguments | tojson")
     template = template.replace("tool.function.name", "tool | tojson") + "{{ k | tojson if k is defined else '' }}"
     tokenizer = Tokenizer(thinker.tokenizer.backend, {"eos_token": "<|im_end|>"}, ChatTemplate({"default": template}))
@@ -45,7 +45,7 @@ async def service(start: Callable[..., Service], told: ServedModel, grammars: XG
 
 
 def with_text(body: dict[str, Any], place: JsonPath, text: str) -> bytes:
-    """The body with this JSON at its place."""
+    """Return the body with this JSON text at `place`."""
     changed = json.loads(json.dumps(body))
     within(changed, place[:-1])[place[-1]] = "here"
     return json.dumps(changed).replace('"here"', text).encode()
@@ -53,7 +53,7 @@ def with_text(body: dict[str, Any], place: JsonPath, text: str) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_the_requests_are_right_as_they_are(service: Service, name: str) -> None:
+async def test_the_unchanged_requests_are_answered(service: Service, name: str) -> None:
     path, body = REQUESTS[name]
     answer = await service.http.post(path, json=body)
     assert answer.status_code == 200, answer.text
@@ -75,7 +75,7 @@ async def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_and_so_is_a_key_with_one(service: Service, name: str) -> None:
+async def test_a_key_with_half_a_surrogate_pair_is_refused_by_name(service: Service, name: str) -> None:
     path, body = REQUESTS[name]
     for place in [(), *(place for place in places(body) if isinstance(within(body, place), dict))]:
         answer = await service.http.post(
@@ -112,7 +112,7 @@ HOSTILE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hostile", HOSTILE)
-async def test_nothing_that_a_field_may_hold_breaks_the_server(service: Service, hostile: str) -> None:
+async def test_no_text_in_any_field_breaks_the_server(service: Service, hostile: str) -> None:
     for path, body in REQUESTS.values():
         for place in places(body):
             answer = await service.http.post(path, content=with_text(body, place, HOSTILE[hostile]))
@@ -123,7 +123,7 @@ async def test_nothing_that_a_field_may_hold_breaks_the_server(service: Service,
 
 
 @pytest.mark.parametrize("arguments", ["JSON with half a pair", "JSON with a long integer", "JSON that is deep"])
-async def test_arguments_that_nobody_can_work_with_are_refused_by_name(service: Service, arguments: str) -> None:
+async def test_unusable_arguments_are_refused_by_name(service: Service, arguments: str) -> None:
     for path, place in (
         ("/v1/chat/completions", ("messages", 2, "tool_calls", 0, "function", "arguments")),
         ("/v1/responses", ("input", 3, "arguments")),
@@ -152,7 +152,7 @@ FAULTS: dict[str, tuple[str, JsonPath | None, str]] = {
 
 
 @pytest.mark.parametrize(("text", "place", "message"), FAULTS.values(), ids=FAULTS)
-def test_faults_are_found_where_they_are(text: str, place: JsonPath | None, message: str) -> None:
+def test_faults_are_reported_with_their_path(text: str, place: JsonPath | None, message: str) -> None:
     fault = first_json_fault(text.encode(), json.loads(text))
     if place is None:
         assert fault is None

@@ -1,4 +1,4 @@
-"""Prefixes that one API key's requests left behind, and requests with another."""
+"""Isolation of prefix caches between API keys."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ async def cached(service: Service, key: str, **fields: Any) -> int:
     return int(answer.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-async def test_what_one_key_asked_is_not_found_with_another(start: Callable[..., Service]) -> None:
+async def test_prefixes_of_one_key_are_not_found_with_another(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, api_keys=KEYS, isolate_keys=True)
     assert [await cached(service, key) for key in ("sk-one", "sk-one", "sk-two", "sk-two")] == [0, 96, 0, 96]
 
 
-async def test_a_salt_divides_what_a_key_has_and_opens_nothing_else(start: Callable[..., Service]) -> None:
+async def test_a_salt_separates_the_prefixes_of_one_key_and_gives_access_to_no_others(
+    start: Callable[..., Service],
+) -> None:
     service = start(Role.UNIFIED, api_keys=KEYS, isolate_keys=True)
     await cached(service, "sk-one")
     (asked,) = service.cluster.members[0].submitted
@@ -38,20 +40,20 @@ async def test_a_salt_divides_what_a_key_has_and_opens_nothing_else(start: Calla
     assert await cached(service, "sk-two", cache_salt=asked.cache_salt.rstrip("/")) == 0
 
 
-async def test_engines_are_told_no_key(start: Callable[..., Service]) -> None:
+async def test_engines_get_no_keys(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, api_keys=KEYS, isolate_keys=True)
     await cached(service, "sk-one")
     (asked,) = service.cluster.members[0].submitted
     assert "sk-one" not in asked.cache_salt
 
 
-async def test_keys_share_prefixes_unless_that_is_asked_for(start: Callable[..., Service]) -> None:
+async def test_keys_share_prefixes_unless_they_are_isolated(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, api_keys=KEYS)
     assert [await cached(service, key) for key in KEYS] == [0, 96]
 
 
-async def test_it_holds_at_every_gateway(start: Callable[..., Service]) -> None:
-    """Keys are told apart alike, wherever a request arrives."""
+async def test_every_gateway_isolates_a_key_in_the_same_way(start: Callable[..., Service]) -> None:
+    """Every gateway derives the same isolation from a key."""
     salts = []
     for _ in range(2):
         service = start(Role.UNIFIED, api_keys=KEYS, isolate_keys=True)

@@ -1,4 +1,4 @@
-"""API keys in a file: who is let in follows it, without a restart."""
+"""API keys in a file: gateways follow its changes without a restart."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def opening(keys: ApiKeys, *candidates: str) -> list[str]:
     return [key for key in candidates if keys.caller(key.encode()) is not None]
 
 
-def test_the_keys_of_the_file_open_beside_those_of_the_config(keys: ApiKeys) -> None:
+def test_keys_of_the_file_and_of_the_config_are_valid(keys: ApiKeys) -> None:
     candidates = ["sk-one", "sk-two", "sk-config", "sk-three", "", "sk-one\n"]
     assert opening(keys, *candidates) == ["sk-one", "sk-two", "sk-config"]
     assert not keys.is_open
 
 
-def test_a_file_that_has_changed_decides_from_the_next_look_on(keys: ApiKeys, file: Path, clock: Clock) -> None:
+def test_a_changed_file_takes_effect_at_the_next_check(keys: ApiKeys, file: Path, clock: Clock) -> None:
     file.write_text("sk-two\nsk-three\n")
     clock.now_s += LOOK_S / 2
     assert opening(keys, "sk-one", "sk-three") == ["sk-one"]
@@ -54,8 +54,8 @@ def test_a_file_that_has_changed_decides_from_the_next_look_on(keys: ApiKeys, fi
     assert opening(keys, "sk-one", "sk-two", "sk-three", "sk-config") == ["sk-two", "sk-three", "sk-config"]
 
 
-def test_a_file_that_is_exchanged_as_kubernetes_does_it_is_seen(tmp_path: Path, clock: Clock) -> None:
-    """A Secret's volume is a link to a folder, which is replaced as a whole; times and sizes may be the same."""
+def test_a_file_that_kubernetes_replaces_is_read_again(tmp_path: Path, clock: Clock) -> None:
+    """Kubernetes mounts a Secret as a link to a folder and replaces the link; times and sizes may stay the same."""
     for version, key in (("one", "sk-1"), ("two", "sk-2")):
         (tmp_path / version).mkdir()
         (tmp_path / version / "keys").write_text(key)
@@ -70,7 +70,7 @@ def test_a_file_that_is_exchanged_as_kubernetes_does_it_is_seen(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n \n", b"\xff\xfe", b"sk-three\nno good\n"])
-def test_a_file_that_breaks_changes_nothing_and_is_told_once(
+def test_a_broken_file_changes_nothing_and_is_logged_once(
     keys: ApiKeys, file: Path, clock: Clock, content: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     file.unlink()
@@ -90,7 +90,7 @@ def test_a_file_that_breaks_changes_nothing_and_is_told_once(
 def test_a_file_that_could_not_be_read_for_a_while_is_read_once_it_can_be(
     keys: ApiKeys, file: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another mode, or a mount that is back, leaves its times as they are."""
+    """A changed mode, or a restored mount, does not change the file's times."""
     caplog.set_level("INFO", api_keys_module.__name__)
 
     def refuse(self: Path) -> str:
@@ -109,7 +109,7 @@ def test_a_file_that_could_not_be_read_for_a_while_is_read_once_it_can_be(
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
-def test_a_file_that_was_away_and_is_the_same_again_is_no_trouble_any_more(
+def test_a_file_that_is_back_unchanged_is_logged_as_readable_again(
     keys: ApiKeys, file: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", api_keys_module.__name__)
@@ -121,11 +121,11 @@ def test_a_file_that_was_away_and_is_the_same_again_is_no_trouble_any_more(
         aside.rename(file)
         clock.now_s += LOOK_S
         assert opening(keys, "sk-one") == ["sk-one"]
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2, "each time it is told"
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2, "every outage must be logged"
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n \n", b"\xff\xfe", b"two words"])
-def test_nobody_starts_open_where_the_file_gives_no_key(tmp_path: Path, content: bytes | None) -> None:
+def test_a_gateway_does_not_start_without_a_key_in_the_file(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
@@ -135,7 +135,7 @@ def test_nobody_starts_open_where_the_file_gives_no_key(tmp_path: Path, content:
         GatewaySpec(api_keys_file=str(file)).keys()
 
 
-async def test_a_gateway_lets_in_who_is_in_the_file_now(start: Callable[..., Service], file: Path) -> None:
+async def test_a_gateway_accepts_the_keys_that_are_in_the_file_now(start: Callable[..., Service], file: Path) -> None:
     service = start(Role.UNIFIED, api_keys_file=str(file))
 
     async def status(key: str) -> int:

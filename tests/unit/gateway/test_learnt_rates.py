@@ -1,4 +1,4 @@
-"""The router goes by what engines measured, and makes no hand-off that would be slow."""
+"""The router uses the rates that engines measured, and makes no hand-off that would be slow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .engine_views import view
 GUESSES = CostRates()
 PROMPT = [7] * 2000
 COMPUTE_S = len(PROMPT) / GUESSES.prefill_tokens_per_s
-FAST, SLOW = 1e-6, 1e-3  # seconds of a read, a token
+FAST, SLOW = 1e-6, 1e-3  # seconds to read a token's KV
 
 
 def lane(peer: str, token_s: float, num_reads: int = 1) -> PeerLane:
@@ -32,7 +32,7 @@ def divided(token_s: float, num_reads: int = 1, **decode: int) -> list[EngineVie
 
 
 class Gateway:
-    """A gateway's router, for one prompt after another."""
+    """The router of a gateway."""
 
     def __init__(self, local: int = 32768, **settings: float) -> None:
         self.clock = Clock()
@@ -55,17 +55,19 @@ def test_a_hand_off_that_costs_more_than_computing_is_not_made() -> None:
     assert route.path in (Path.LOCAL_PREFILL, Path.LOCAL_DECODE)
 
 
-def test_nor_is_one_that_costs_less_where_nobody_gains_by_it() -> None:
+def test_a_cheap_hand_off_is_not_made_if_no_request_gains_by_it() -> None:
     token_s = 0.5 * COMPUTE_S / len(PROMPT)
     assert not Gateway().route(divided(token_s)).hands_off
     prefill, decode = divided(token_s, num_requests_running=60)
-    assert not Gateway().route([prefill, decode]).hands_off, "the prefill engine has nothing else to do"
+    assert not Gateway().route([prefill, decode]).hands_off, "the idle prefill engine should decode, too"
     busy = view(0, Role.PREFILL, num_requests_running=60)
-    assert Gateway(decode_request_s=0).route([busy, decode]).hands_off, "answers in both would wait for the prompt"
+    assert Gateway(decode_request_s=0).route([busy, decode]).hands_off, (
+        "computing the prompt anywhere else would delay running answers"
+    )
 
 
 @pytest.mark.parametrize(("busy", "path"), [(0, Path.LOCAL_PREFILL), (1, Path.LOCAL_DECODE)])
-def test_the_engine_with_less_to_do_computes_and_writes(busy: int, path: Path) -> None:
+def test_without_a_hand_off_the_less_loaded_engine_serves(busy: int, path: Path) -> None:
     engines = divided(SLOW)
     engines[busy] = view(busy, engines[busy].record.role, lanes=engines[1].transfers.lanes, num_requests_running=9)
     assert Gateway().route(engines).path is path
@@ -83,7 +85,7 @@ def test_a_short_hand_off_is_made_without_comparing() -> None:
     assert not Gateway(slow_handoff_s=0.001).route(divided(SLOW), tokens).hands_off
 
 
-def test_what_waits_on_a_link_counts() -> None:
+def test_reads_that_wait_for_a_link_count() -> None:
     token_s = 0.1 * COMPUTE_S / len(PROMPT)
     assert Gateway().route(divided(token_s)).hands_off
     assert not Gateway().route(divided(token_s, num_requests_waiting_for_kv=20)).hands_off
@@ -97,7 +99,7 @@ def test_a_link_that_was_judged_slow_is_tried_again_at_little_cost() -> None:
     gateway.clock.now_s += 1.1 * loss_s / LINK_TRIAL_SHARE
     route = gateway.route(divided(SLOW))
     assert (route.path, route.reason) == (Path.DISAGGREGATED, "measuring")
-    assert not gateway.route(divided(SLOW)).hands_off, "one at a time"
+    assert not gateway.route(divided(SLOW)).hands_off, "one trial at a time"
     assert gateway.route(divided(FAST, num_reads=2)).hands_off
 
 
@@ -119,7 +121,7 @@ def test_a_pair_is_like_others_of_its_nodes_once_its_own_measurement_is_old() ->
     assert seconds(reads(SLOW, FAST, 3)) == pytest.approx(0.001)
 
 
-def test_a_link_between_nodes_that_becomes_slow_is_slow_for_pairs_that_have_not_felt_it_yet() -> None:
+def test_a_slow_link_between_nodes_counts_for_pairs_without_a_new_measurement() -> None:
     gateway, prefill = Gateway(), [view(0, Role.PREFILL), view(2, Role.PREFILL)]
     for number in range(NEWEST + 1):
         lanes = [lane("e0", FAST), lane("e2", FAST if number == 0 else SLOW, number + 1)]
@@ -134,7 +136,7 @@ def steps(prefill_s: float, step_s: float = 0.01, request_s: float = 1e-5) -> St
     return StepTimes(Line(0.0, prefill_s), Line(step_s, request_s))
 
 
-def test_prompts_take_what_the_engine_measured_and_of_engines_without_a_measurement_what_others_did() -> None:
+def test_engines_without_a_measurement_are_rated_by_what_others_measured() -> None:
     gateway, slow = Gateway(), 10 / GUESSES.prefill_tokens_per_s
     engines = [view(0), view(1)]
     gateway.rates.renew(engines)
@@ -159,7 +161,7 @@ def test_engines_that_measured_nearly_the_same_are_equal(factor: float, counts: 
         assert (figure(engines[0]) != figure(engines[2])) is counts
 
 
-def test_an_engine_that_became_the_fastest_since_the_last_look_costs_no_less_than_nothing() -> None:
+def test_an_engine_that_has_become_the_fastest_has_no_negative_cost() -> None:
     gateway = Gateway()
     gateway.route([view(0, step_times=steps(1e-4, 0.05))], [1])
     faster = view(0, step_times=steps(1e-6, 0.001))
@@ -173,7 +175,7 @@ def test_requests_avoid_an_engine_whose_steps_are_slow() -> None:
 
 
 @pytest.mark.parametrize("running", [0, 3])
-def test_an_engine_that_became_faster_than_all_were_is_taken(running: int) -> None:
+def test_an_engine_that_has_become_the_fastest_is_chosen(running: int) -> None:
     gateway = Gateway()
     gateway.route([view(0, step_times=steps(1e-4, 0.05))])
     faster = view(0, step_times=steps(1e-4, 0.001), num_requests_running=running)

@@ -57,7 +57,7 @@ LACKS = {
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-async def test_what_this_server_lacks_is_refused_by_name(service: Service, path: str) -> None:
+async def test_unsupported_fields_are_refused_by_name(service: Service, path: str) -> None:
     assert LACKS.keys() == REFUSED.keys()
     for field, value in LACKS.items():
         error = await refused(service, {field: value}, path)
@@ -84,7 +84,7 @@ NOTHING: dict[str, Any] = {
 }
 
 
-async def test_what_asks_for_nothing_is_taken(service: Service) -> None:
+async def test_fields_without_effect_are_accepted(service: Service) -> None:
     body = {"model": "tiny", "messages": [USER], "max_tokens": 1, **NOTHING}
     answer = await service.http.post("/v1/messages?beta=true", json=body, headers={"anthropic-version": "2023-06-01"})
     assert answer.status_code == 200, answer.text
@@ -193,7 +193,9 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fields", "param", "reason"), WRONG.values(), ids=WRONG)
-async def test_what_is_wrong_is_named(service: Service, fields: dict[str, Any], param: str, reason: str) -> None:
+async def test_invalid_fields_are_refused_by_name(
+    service: Service, fields: dict[str, Any], param: str, reason: str
+) -> None:
     error = await refused(service, fields)
     assert error["param"] == param
     assert reason.lower() in error["message"].lower()
@@ -243,7 +245,7 @@ async def test_other_routes_keep_openais_shape(service: Service) -> None:
         ({}, 401),
     ],
 )
-async def test_keys_are_taken_from_either_header(
+async def test_keys_are_read_from_either_header(
     start: Callable[..., Service], given: dict[str, str], status: int
 ) -> None:
     service = start(Role.UNIFIED, api_keys=["right"])
@@ -255,7 +257,7 @@ async def test_keys_are_taken_from_either_header(
             assert answer.json()["error"]["type"] == "authentication_error"
 
 
-async def test_many_requests_are_a_rate_limit(start: Callable[..., Service]) -> None:
+async def test_too_many_requests_are_a_rate_limit_error(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, max_inflight_requests=1)
     body = {"model": "tiny", "messages": [USER], "max_tokens": 100, "ignore_eos": True}
     answers = await asyncio.gather(*(service.http.post("/v1/messages", json=body) for _ in range(2)))
@@ -300,6 +302,6 @@ TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "c
 
 @pytest.mark.slow
 @given(st.dictionaries(WORDS, JSON, max_size=4), st.lists(TURN | JSON, max_size=4))
-def test_whatever_is_asked_is_read_or_refused(fields: dict[str, Any], turns: list[Any]) -> None:
+def test_every_body_is_parsed_or_refused(fields: dict[str, Any], turns: list[Any]) -> None:
     with suppress(ApiError):
         parse_messages({"model": "tiny", "max_tokens": 5, "messages": turns, **fields})

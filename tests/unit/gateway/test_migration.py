@@ -1,4 +1,4 @@
-"""An answer that two engines wrote is, to the last field, the one that an undisturbed engine writes."""
+"""Migration: an answer that two engines wrote is equal in every field to the answer of one engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LENGTH: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
 
 
 def die_once(service: Service, after_tokens: int) -> None:
-    """The first engine that has generated so many tokens; it, and no other."""
+    """Let the first engine that has generated so many tokens die, and no other."""
     members = service.cluster.members
 
     def spare_the_others() -> None:
@@ -72,7 +72,7 @@ def joined(body: str, count: int) -> list[dict[str, Any]]:
     for chunk in chunks:
         for part in chunk["choices"]:
             choice = choices[part["index"]]
-            assert choice["finish_reason"] is None, "nothing follows the end"
+            assert choice["finish_reason"] is None, "no chunk may follow the finish reason"
             choice["text"] += part["text"]
             choice["finish_reason"] = part["finish_reason"]
             choice["logprobs"] += (part["logprobs"] or {}).get("token_logprobs") or []
@@ -103,11 +103,11 @@ async def test_a_stop_string_that_two_engines_wrote_is_found(start: Callable[...
     await check_one_died(service)
 
 
-async def test_where_a_decode_engine_dies_before_it_has_the_blocks_their_holder_reads_one_block_again(
+async def test_if_a_decode_engine_dies_before_the_transfer_the_holder_recomputes_one_block(
     start: Callable[..., Service],
 ) -> None:
-    """The offer is granted to the dead engine and to no other, but the holder has the prompt in its cache."""
-    cost = {"block_release_s": 0.0}  # of so small a pool, 3 blocks are much
+    """The offer is only for the dead engine, but the engine that holds the blocks has the prompt in its cache."""
+    cost = {"block_release_s": 0.0}  # otherwise 3 blocks of so small a pool cost too much
     service = start(*[Role.PREFILL] * 2, *[Role.DECODE] * 2, cost=cost)
     expected = (await start(Role.UNIFIED).complete(PROMPT, **LENGTH, seed=7)).json()["choices"]
     members = service.cluster.members
@@ -122,6 +122,6 @@ async def test_where_a_decode_engine_dies_before_it_has_the_blocks_their_holder_
     assert response.headers["x-baton-path"] == "recomputed; reason=engine-gone; rung=other-prefill"
     assert response.json()["choices"] == expected
     assert [len(engine.submitted) for engine in members[:2]] == ([2, 0] if holder is members[0] else [0, 2])
-    computed = holder.stats.prompt_tokens + 1 - holder.stats.prefix_cache_hits  # and the token that it had drawn
+    computed = holder.stats.prompt_tokens + 1 - holder.stats.prefix_cache_hits  # plus the token that it had sampled
     assert computed - len(PROMPT) <= BLOCK_SIZE
     await service.cluster.settled()

@@ -1,4 +1,4 @@
-"""The description of the API says what the server does: its routes, what they take, what they answer."""
+"""The OpenAPI document agrees with the server: routes, requests and responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(value: Any, schema: Any) -> None:
     jsonschema.Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(value)
 
 
-async def test_it_has_every_route_and_no_other(service: Service) -> None:
+async def test_the_document_has_every_route_and_no_other(service: Service) -> None:
     routes = {
         (re.sub(r":\w+}", "}", route.path), method.lower())
         for route in service.app.router.routes
@@ -44,7 +44,7 @@ async def test_it_has_every_route_and_no_other(service: Service) -> None:
     assert routes == {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
 
 
-def test_its_schemas_are_schemas_and_its_references_lead_somewhere() -> None:
+def test_the_schemas_are_valid_and_every_reference_resolves() -> None:
     for schema in SCHEMAS.values():
         jsonschema.Draft202012Validator.check_schema(schema)
     named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(DOCUMENT)))
@@ -55,7 +55,7 @@ def test_its_schemas_are_schemas_and_its_references_lead_somewhere() -> None:
 
 
 @pytest.mark.parametrize("path", TAKING_BODIES)
-async def test_its_examples_work(service: Service, path: str) -> None:
+async def test_every_example_is_answered(service: Service, path: str) -> None:
     operation = DOCUMENT["paths"][path]["post"]
     body = operation["requestBody"]["content"]["application/json"]
     check(body["example"], body["schema"])
@@ -66,7 +66,7 @@ async def test_its_examples_work(service: Service, path: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", GENERATING)
-async def test_events_of_streams_are_as_it_says(responses: Service, path: str) -> None:
+async def test_events_of_streams_fit_the_document(responses: Service, path: str) -> None:
     operation = DOCUMENT["paths"][path]["post"]
     example = operation["requestBody"]["content"]["application/json"]["example"]
     body = {**example, "stream": True, "baton_timeline": True}
@@ -83,7 +83,7 @@ async def test_events_of_streams_are_as_it_says(responses: Service, path: str) -
 @pytest.mark.parametrize(
     "path", [each.path for each in OPERATIONS if each.method == "get" and each.media_type == "application/json"]
 )
-async def test_what_is_read_is_as_it_says(service: Service, path: str) -> None:
+async def test_answers_of_get_routes_fit_the_document(service: Service, path: str) -> None:
     await service.http.post(
         "/v1/completions",
         json={"model": "tiny", "prompt": "the fox", "max_tokens": 2},
@@ -94,12 +94,12 @@ async def test_what_is_read_is_as_it_says(service: Service, path: str) -> None:
     check(response.json(), DOCUMENT["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"])
 
 
-def test_errors_are_as_it_says() -> None:
+def test_errors_fit_the_document() -> None:
     for error in (ApiError(400, "x", param="y", code="z"), ApiError(503, "x", gpu_time_spent=True)):
         check(json.loads(error.body()), SCHEMAS["ErrorResponse"])
 
 
-async def test_keys_are_asked_for_where_it_says_so(start: Callable[..., Service]) -> None:
+async def test_keys_are_required_where_the_document_says_so(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, api_keys=["right"])
     for operation in OPERATIONS:
         response = await service.http.request(operation.method, operation.path)
@@ -111,7 +111,7 @@ async def test_keys_are_asked_for_where_it_says_so(start: Callable[..., Service]
 
 
 @pytest.mark.parametrize("path", ["/openapi.json", "/docs"])
-async def test_clients_keep_it_until_it_changes(service: Service, path: str) -> None:
+async def test_clients_may_cache_the_document_until_it_changes(service: Service, path: str) -> None:
     first = await service.http.get(path)
     assert "max-age" in first.headers["cache-control"]
     again = await service.http.get(path, headers={"if-none-match": first.headers["etag"]})
@@ -142,7 +142,7 @@ TEXTS = st.sampled_from(["tiny", "the fox", "", "🦊", "a", "[0-9]+", "{}", "\x
 
 
 def values(schema: Any) -> st.SearchStrategy[Any]:
-    """Values that a schema allows, small ones."""
+    """Return a strategy for small values that fit the schema."""
     if "$ref" in schema:
         return values(SCHEMAS[schema["$ref"].rpartition("/")[2]])
     if union := schema.get("anyOf", schema.get("oneOf")):
@@ -168,7 +168,7 @@ def values(schema: Any) -> st.SearchStrategy[Any]:
 
 
 def objects(schema: Any) -> st.SearchStrategy[Any]:
-    """Objects with all required fields, and a few of the others."""
+    """Return a strategy for objects with all required fields and a few of the others."""
     if not schema.get("properties"):
         return st.dictionaries(st.sampled_from(["a", "1", "type"]), JUNK, max_size=2)
     fields = {name: values(each) for name, each in schema["properties"].items()}
@@ -178,7 +178,7 @@ def objects(schema: Any) -> st.SearchStrategy[Any]:
 
 
 def bodies() -> st.SearchStrategy[tuple[str, Any]]:
-    """A route, and a body that mostly fits: with one field in ten that does not."""
+    """Return a strategy for a route and a body, of whose fields one in ten does not fit."""
 
     def of(path: str) -> st.SearchStrategy[tuple[str, Any]]:
         body = DOCUMENT["paths"][path]["post"]["requestBody"]
@@ -193,7 +193,7 @@ def bodies() -> st.SearchStrategy[tuple[str, Any]]:
 
 
 @pytest.mark.slow
-async def test_whatever_is_sent_is_answered_as_it_says(
+async def test_every_answer_fits_the_document(
     start: Callable[..., Service], thinker: ServedModel, grammars: XGrammarBackend
 ) -> None:
     service, loop = start(Role.UNIFIED, served=thinker, grammars=grammars), asyncio.get_running_loop()

@@ -36,7 +36,7 @@ async def test_text_and_tokens_convert_both_ways(service: Service) -> None:
     assert back.json() == {"prompt": text}
 
 
-async def test_it_is_live_from_the_start_and_ready_once_a_path_exists(start: Callable[..., Service]) -> None:
+async def test_the_gateway_is_live_from_the_start_and_ready_once_a_path_exists(start: Callable[..., Service]) -> None:
     service = start()
     assert (await service.http.get("/live")).status_code == 200
     response = await service.http.get("/health")
@@ -57,7 +57,7 @@ async def test_ping_says_what_health_says(start: Callable[..., Service]) -> None
         assert (await service.http.request(method, "/ping")).json() == {"status": "ready", "engines": 1}
 
 
-async def test_the_server_says_what_it_is(disaggregated: Service) -> None:
+async def test_the_server_states_its_version_and_model(disaggregated: Service) -> None:
     disaggregated.cluster.start(Role.DECODE)
     version = importlib.metadata.version("baton")
     assert (await disaggregated.http.get("/version")).json() == {"version": version}
@@ -105,7 +105,7 @@ async def test_a_sane_request_id_is_echoed_and_any_other_replaced(service: Servi
         assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
 
 
-async def test_equal_request_ids_of_two_clients_do_not_meet_in_an_engine(service: Service) -> None:
+async def test_equal_request_ids_of_two_clients_differ_in_an_engine(service: Service) -> None:
     headers = {"x-request-id": "mine"}
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
     answers = await asyncio.gather(
@@ -129,14 +129,14 @@ async def test_without_a_valid_key_only_probes_are_answered(start: Callable[...,
         assert response.json()["error"]["code"] == "invalid_api_key"
 
 
-async def test_each_key_opens(start: Callable[..., Service]) -> None:
+async def test_each_key_is_accepted(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, api_keys=["right", "also-right"])
     for key in ("right", "also-right"):
         response = await service.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
         assert response.status_code == 200
 
 
-async def test_metrics_count_what_happened(disaggregated: Service) -> None:
+async def test_metrics_count_requests_and_tokens(disaggregated: Service) -> None:
     service = disaggregated
     await service.complete([5] * 20, max_tokens=4, ignore_eos=True)
     await service.complete([6] * 20, max_tokens=4, ignore_eos=True, stream=True)
@@ -158,7 +158,7 @@ async def test_metrics_count_what_happened(disaggregated: Service) -> None:
     assert samples["baton_gateway_requests_inflight"] == 0
 
 
-async def test_the_table_of_ranks_shows_from_whom_an_engine_reads(disaggregated: Service) -> None:
+async def test_the_table_of_ranks_shows_from_which_engines_an_engine_reads(disaggregated: Service) -> None:
     lanes = [
         PeerLane(engine_id="prefill-0", transport="nixl/UCX", bytes_per_s=4e8, is_slow=True),
         PeerLane(engine_id="prefill-9", transport="cuda_ipc", bytes_per_s=None, is_slow=False),
@@ -179,7 +179,7 @@ async def test_metrics_show_messages_that_were_lost_between_engines_and_the_gate
     assert samples["baton_block_news_missed_total"] == 4
 
 
-async def test_a_scope_of_metrics_that_is_none_is_refused(disaggregated: Service) -> None:
+async def test_an_unknown_scope_of_metrics_is_refused(disaggregated: Service) -> None:
     for scope, status in {"": 400, "all": 400, "node": 200, "application": 200}.items():
         response = await disaggregated.http.get("/metrics", params={"scope": scope})
         assert response.status_code == status
@@ -187,7 +187,7 @@ async def test_a_scope_of_metrics_that_is_none_is_refused(disaggregated: Service
     assert refusal["message"].startswith("scope is application or node, not")
 
 
-async def test_a_full_gateway_says_when_to_come_back(start: Callable[..., Service]) -> None:
+async def test_the_refusal_of_a_full_gateway_says_when_to_retry(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED, max_inflight_requests=1)
     service.cluster.members[0].running.clear()
     first = asyncio.create_task(service.complete("hello", max_tokens=2))

@@ -1,4 +1,4 @@
-"""`prediction` of chat completions: the text that a client expects, from which drafts are taken."""
+"""`prediction` of chat completions: the text that a client expects, from which engines take draft tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def predicted(content: Any) -> dict[str, Any]:
 
 @pytest.fixture(params=[[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
 async def guessing(start: Callable[..., Service], request: pytest.FixtureRequest) -> Service:
-    """Engines that guess from the request's own text, and from its prediction."""
+    """A service whose engines draft from the request's own text and from its prediction."""
     service = start(*request.param, new_drafter=suffix)
     service.script_chat("hello", ANSWER)
     return service
@@ -57,7 +57,7 @@ async def test_a_right_prediction_is_accepted(guessing: Service) -> None:
     assert details["accepted_prediction_tokens"] >= 10
     for usage in (answer["usage"], plain["usage"]):
         usage.pop("prompt_tokens_details")
-    assert answer["usage"] == plain["usage"], "what was rejected is not counted as an answer"
+    assert answer["usage"] == plain["usage"], "rejected drafts must not count as completion tokens"
     assert DETAILS not in plain["usage"]
 
 
@@ -82,10 +82,10 @@ async def test_accepted_and_rejected_are_the_drafts_that_engines_have_checked(gu
     assert usage[DETAILS] == {
         "accepted_prediction_tokens": accepted,
         "rejected_prediction_tokens": checked - accepted,
-    }, "all of them are out of the prediction"
+    }, "every draft came from the prediction"
 
 
-async def test_a_stream_tells_the_same_usage(guessing: Service) -> None:
+async def test_a_stream_has_the_same_usage(guessing: Service) -> None:
     whole = await usage_of(guessing, **predicted(ANSWER))
     for options in ({}, {"continuous_usage_stats": True}, {"resumable": True}):
         fields = {**predicted(ANSWER), "stream": True, "stream_options": {"include_usage": True, **options}}
@@ -103,8 +103,8 @@ async def test_choices_are_counted_together(guessing: Service) -> None:
 
 
 @pytest.mark.parametrize("stop", ["fox ju", "sleeps"])
-async def test_what_a_stop_string_removes_is_rejected(guessing: Service, stop: str) -> None:
-    """The engine's drafts were right, but are not in the completion."""
+async def test_predicted_tokens_that_a_stop_string_removes_count_as_rejected(guessing: Service, stop: str) -> None:
+    """The engine accepted these drafts, but they are not part of the completion."""
     usage = await usage_of(guessing, **predicted(ANSWER), stop=stop)
     details = usage[DETAILS]
     assert details["accepted_prediction_tokens"] < usage["completion_tokens"]
@@ -116,7 +116,7 @@ async def test_what_a_stop_string_removes_is_rejected(guessing: Service, stop: s
     assert details["accepted_prediction_tokens"] <= accepted_by_engines
 
 
-async def test_the_timeline_tells_of_drafts_without_a_prediction_too(guessing: Service) -> None:
+async def test_the_timeline_counts_drafts_without_a_prediction_too(guessing: Service) -> None:
     guessing.script_chat("hello", "the dog and the fox, " * 5)
     answer = (await guessing.chat("hello", max_tokens=100, baton_timeline=True)).json()
     assert DETAILS not in answer["usage"]
@@ -125,7 +125,7 @@ async def test_the_timeline_tells_of_drafts_without_a_prediction_too(guessing: S
     assert timeline["num_draft_tokens"] <= MOST_DRAFTS * timeline["num_drafts"]
 
 
-async def test_engines_that_do_not_guess_accept_a_prediction(service: Service) -> None:
+async def test_engines_without_drafts_accept_a_prediction(service: Service) -> None:
     service.script_chat("hello", ANSWER)
     answer = (await service.chat("hello", **predicted(ANSWER), baton_timeline=True)).json()
     assert answer["choices"][0]["message"]["content"] == ANSWER
@@ -133,7 +133,7 @@ async def test_engines_that_do_not_guess_accept_a_prediction(service: Service) -
     assert set(answer["baton_timeline"][0]) == {"latency_s", "parts"}
 
 
-async def test_a_prediction_goes_to_the_engine_that_decodes(start: Callable[..., Service]) -> None:
+async def test_a_prediction_is_sent_to_the_engine_that_decodes(start: Callable[..., Service]) -> None:
     service = start(Role.PREFILL, Role.DECODE, new_drafter=suffix)
     service.script_chat("hello", ANSWER)
     await usage_of(service, **predicted(ANSWER))
@@ -161,7 +161,7 @@ async def test_drafts_of_all_attempts_are_counted_together(start: Callable[..., 
 
 
 async def test_a_prediction_is_no_part_of_the_prompt(guessing: Service) -> None:
-    """Equal prompts share their KV, whatever is predicted."""
+    """Equal prompts share their KV, whatever their predictions are."""
     first, second = [
         (await guessing.chat("hello world, hello there, " * 5, **predicted(text))).json()["usage"]
         for text in (ANSWER, OTHER)
@@ -171,8 +171,8 @@ async def test_a_prediction_is_no_part_of_the_prompt(guessing: Service) -> None:
 
 
 @pytest.mark.parametrize("prediction", ["", "the", OTHER])
-async def test_drafts_out_of_other_texts_are_no_prediction_tokens(guessing: Service, prediction: str) -> None:
-    """The answer repeats itself, so drafts are right that the client has not predicted."""
+async def test_drafts_from_other_texts_do_not_count_as_prediction_tokens(guessing: Service, prediction: str) -> None:
+    """The answer repeats itself, so engines accept drafts that the client has not predicted."""
     guessing.script_chat("hello", "the dog and the fox, " * 5)
     answer = (await guessing.chat("hello", **predicted(prediction), baton_timeline=True)).json()
     assert answer["baton_timeline"][0]["num_accepted_tokens"] > 5
@@ -185,7 +185,7 @@ async def test_null_is_no_prediction(service: Service) -> None:
 
 
 @pytest.mark.slow
-async def test_a_long_body_is_read_in_a_process_of_its_own(guessing: Service) -> None:
+async def test_a_large_body_with_a_prediction_is_read_in_another_process(guessing: Service) -> None:
     messages = [{"role": "user", "content": "hello"}]
     body = json.dumps({"model": "tiny", "messages": messages, **predicted(ANSWER)})
     headers = {"content-type": "application/json"}
@@ -221,6 +221,6 @@ async def test_other_predictions_are_refused(service: Service, prediction: Any, 
     assert repr(param.rpartition(".")[2]).strip("'") in check_refused(response, 400, param)
 
 
-async def test_completions_take_none(service: Service) -> None:
+async def test_completions_refuse_a_prediction(service: Service) -> None:
     response = await service.complete("hello", prediction={"type": "content", "content": "a"})
     check_refused(response, 400, "prediction", "unsupported_parameter")

@@ -1,4 +1,4 @@
-"""Priorities: no request goes before others without the right to."""
+"""Priorities: a request overtakes others only with a key that has the right to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
 async def asked(service: Service, path: str, priority: int, key: str = "") -> dict[str, Any] | None:
-    """Return the refusal; None where the request was served."""
+    """Return the refusal, or None if the request was served."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     answer = await service.http.post(
         path, json={"model": "tiny", **BODIES[path], "priority": priority}, headers=headers
@@ -39,7 +39,7 @@ async def asked(service: Service, path: str, priority: int, key: str = "") -> di
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("keys", [[], ["sk-one"]], ids=["open", "with keys"])
-async def test_nobody_goes_before_others_without_the_right_to(
+async def test_no_request_overtakes_others_without_the_right_to(
     start: Callable[..., Service], keys: list[str], path: str
 ) -> None:
     service = start(Role.UNIFIED, api_keys=keys)
@@ -59,8 +59,8 @@ async def test_nobody_goes_before_others_without_the_right_to(
         assert refusal["param"] == "priority"
 
 
-async def test_no_running_answer_gives_way_to_a_client_that_calls_itself_urgent(start: Callable[..., Service]) -> None:
-    """Four answers fill the engine's blocks; another prompt would take them with a priority of its own choice."""
+async def test_no_running_answer_is_preempted_for_a_client_without_the_right(start: Callable[..., Service]) -> None:
+    """Four answers fill the engine's blocks; a higher priority of a fifth request would preempt them."""
     service = start(Role.UNIFIED)
     (engine,) = service.cluster.members
     engine.step_s = 0.001
@@ -85,7 +85,7 @@ async def test_an_operator_may_give_the_right_to_everyone(start: Callable[..., S
     assert "-5" in refusal["message"]
 
 
-async def test_a_key_has_the_right_that_its_line_gives_it_now(start: Callable[..., Service], tmp_path: Path) -> None:
+async def test_a_key_has_the_right_that_its_line_states_now(start: Callable[..., Service], tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("sk-plain\nsk-urgent  min_priority=-10\n")
     service = start(Role.UNIFIED, api_keys_file=str(file))
@@ -104,7 +104,7 @@ def least(keys: ApiKeys, key: str) -> int | None:
     return None if client is None else client.min_priority
 
 
-def test_what_a_line_says_goes_before_the_settings_and_before_earlier_lines(tmp_path: Path) -> None:
+def test_a_line_overrides_the_settings_and_earlier_lines(tmp_path: Path) -> None:
     file, clock = tmp_path / "keys", Clock()
     file.write_text("sk-config min_priority=-7\nsk-two min_priority=0\nsk-three min_priority=-2147483648\nsk-four\n")
     keys = ApiKeys(GatewaySettings(api_keys=["sk-config"], api_keys_file=str(file), min_priority=-3), clock)
@@ -123,7 +123,7 @@ def test_what_a_line_says_goes_before_the_settings_and_before_earlier_lines(tmp_
         "min_priority=-1 and more",
     ],
 )
-def test_a_line_that_says_anything_else_gives_no_key_and_is_not_repeated(tmp_path: Path, words: str) -> None:
+def test_an_invalid_line_is_refused_and_its_keys_are_not_quoted(tmp_path: Path, words: str) -> None:
     file = tmp_path / "keys"
     file.write_text(f"sk-one\nsk-secret {words}\n")
     with pytest.raises(InvalidKeys, match=r"line 2 .*min_priority") as refused:

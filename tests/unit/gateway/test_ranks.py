@@ -32,16 +32,16 @@ def start_mix(start: Callable[..., Service], reach: Reach, **settings: Any) -> S
 @pytest.mark.parametrize(
     ("at_gateway", "stats", "running"),
     [
-        (12, {"num_requests_waiting": 3, "num_requests_waiting_for_kv": 1}, 8),  # all are in a step that reads prompts
-        (1, {"num_requests_waiting": 3, "num_requests_running": 9}, 9),  # the others came by other gateways
-        (300, {}, 256),  # no more than its rows
+        (12, {"num_requests_waiting": 3, "num_requests_waiting_for_kv": 1}, 8),  # the others are in a prefill step
+        (1, {"num_requests_waiting": 3, "num_requests_running": 9}, 9),  # the others belong to other gateways
+        (300, {}, 256),  # at most `max_num_seqs`
     ],
 )
-def test_requests_in_a_step_run(at_gateway: int, stats: dict[str, int], running: int) -> None:
+def test_requests_in_a_step_count_as_running(at_gateway: int, stats: dict[str, int], running: int) -> None:
     assert view(0, outstanding=at_gateway, **stats).num_running == running
 
 
-def test_an_engine_that_has_told_nothing_works_on_what_it_was_given() -> None:
+def test_requests_of_an_engine_without_a_status_count_as_running() -> None:
     for at_gateway, running in ((0, 0), (12, 12), (300, 256)):
         told_nothing = msgspec.structs.replace(view(0, outstanding=at_gateway), stats=None)
         assert told_nothing.num_running == running
@@ -105,7 +105,9 @@ async def test_a_pinned_rank_takes_part_in_every_request(
 
 
 @pytest.mark.parametrize("rank", [5, -1, "", "one", "1.0", "1,2", "٣", "9" * 100, "0x1"])
-async def test_a_rank_out_of_reach_is_refused_with_those_in_reach(start: Callable[..., Service], rank: object) -> None:
+async def test_the_refusal_of_a_rank_out_of_reach_lists_those_in_reach(
+    start: Callable[..., Service], rank: object
+) -> None:
     service = start_mix(start, HYBRID)
     headers = {b"X-data-parallel-rank": str(rank).encode()}
     body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
@@ -129,7 +131,7 @@ async def test_a_pinned_rank_that_dies_is_waited_for_and_never_replaced(start: C
     response = await ask(service, 3, max_tokens=30)
     assert response.status_code == 503
     assert used(service) == [3]
-    assert (await ask(service, 3)).status_code == 400, "it is known to be gone now"
+    assert (await ask(service, 3)).status_code == 400, "the gateway must know by now that the rank is gone"
 
 
 async def test_all_gateways_are_listed_with_the_ranks_that_they_reach(start: Callable[..., Service]) -> None:

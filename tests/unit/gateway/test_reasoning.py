@@ -33,14 +33,14 @@ async def thinking(
     return start(Role.PREFILL, Role.DECODE, served=replace(model, tokenizer=thinker), grammars=grammars)
 
 
-async def test_thoughts_and_answer_are_two_fields(thinking: Service) -> None:
+async def test_reasoning_and_content_are_two_fields(thinking: Service) -> None:
     thinking.script(PROMPT, ANSWER)
     (choice,) = (await thinking.chat("who sleeps?")).json()["choices"]
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("the fox?", "the dog")
     assert choice["message"]["reasoning"] == "the fox?"
 
 
-async def test_a_stream_tells_thoughts_first(thinking: Service) -> None:
+async def test_a_stream_sends_reasoning_first(thinking: Service) -> None:
     thinking.script(PROMPT, ANSWER)
     *chunks, _ = events((await thinking.chat("who sleeps?", stream=True)).text)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -51,14 +51,16 @@ async def test_a_stream_tells_thoughts_first(thinking: Service) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == "the dog"
 
 
-async def test_a_prompt_may_have_opened_them(thinking: Service) -> None:
+async def test_a_prompt_may_have_opened_the_reasoning(thinking: Service) -> None:
     thinking.script(f"{PROMPT}<think>\n", "the fox?</think>the dog")
     asked = {"chat_template_kwargs": {"hint": "<think>\n"}}
     (choice,) = (await thinking.chat("who sleeps?", **asked)).json()["choices"]
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("the fox?", "the dog")
 
 
-async def test_a_call_may_follow_them(start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer) -> None:
+async def test_a_call_may_follow_the_reasoning(
+    start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer
+) -> None:
     template = ChatTemplate(
         {"default": TEMPLATE + "{% if tools %}{% endif %}{# <think>, <tool_call> with arguments #}"}
     )
@@ -84,10 +86,10 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("asked", "answer"), SHAPES.values(), ids=SHAPES)
-async def test_a_model_may_think_before_an_answer_that_must_fit(
+async def test_a_model_may_reason_before_a_structured_output(
     thinking: Service, asked: dict[str, Any], answer: str
 ) -> None:
-    """By one that would write anything behind its thoughts."""
+    """Only the grammar makes the answer fit: after its reasoning the model writes random tokens."""
     thinking.script(PROMPT, "<think>\nthe fox?\n</think>\n\n", end=False)
     thinking.script(PROMPT + "<think>", "\nthe fox?\n</think>\n\n", end=False)
     for opened in ({}, OPENED):
@@ -96,7 +98,7 @@ async def test_a_model_may_think_before_an_answer_that_must_fit(
         assert choice["finish_reason"] == "stop"
     thinking.script(PROMPT, answer[0], end=False)
     (choice,) = (await thinking.chat("who sleeps?", **asked)).json()["choices"]
-    assert choice["message"] == {"role": "assistant", "content": answer, "refusal": None}, "it need not think"
+    assert choice["message"] == {"role": "assistant", "content": answer, "refusal": None}, "reasoning must be optional"
 
 
 @pytest.mark.parametrize(
@@ -111,14 +113,14 @@ async def test_a_model_may_think_before_an_answer_that_must_fit(
     ],
     ids=["no whitespace", "tag"],
 )
-async def test_what_says_all_of_an_answer_leaves_no_place_for_thoughts(
+async def test_constraints_on_the_whole_output_leave_no_room_for_reasoning(
     thinking: Service, asked: dict[str, Any]
 ) -> None:
     (choice,) = (await thinking.chat("who sleeps?", **asked, **OPENED)).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": "7", "refusal": None}
 
 
-async def test_a_call_that_must_come_may_come_behind_thoughts(
+async def test_a_required_call_may_follow_reasoning(
     start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer, grammars: XGrammarBackend
 ) -> None:
     template = ChatTemplate(
@@ -135,7 +137,7 @@ async def test_a_call_that_must_come_may_come_behind_thoughts(
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {})
 
 
-async def test_an_answer_can_be_sent_back_with_its_thoughts(thinking: Service) -> None:
+async def test_an_answer_can_be_sent_back_with_its_reasoning(thinking: Service) -> None:
     thinking.script(PROMPT, ANSWER)
     (choice,) = (await thinking.chat("who sleeps?")).json()["choices"]
     messages = [{"role": "user", "content": "who sleeps?"}, choice["message"], {"role": "user", "content": "why?"}]
@@ -143,7 +145,7 @@ async def test_an_answer_can_be_sent_back_with_its_thoughts(thinking: Service) -
     assert (await thinking.http.post("/v1/chat/completions", json=body)).status_code == 200
 
 
-async def test_thoughts_are_read_by_either_name_and_must_be_equal_by_both(
+async def test_reasoning_is_read_from_either_field_and_both_must_be_equal(
     start: Callable[..., Service], thinker: ServedModel
 ) -> None:
     service = start(Role.UNIFIED, served=thinker)
@@ -160,13 +162,13 @@ async def test_thoughts_are_read_by_either_name_and_must_be_equal_by_both(
     assert refused["error"]["param"] == "messages[1].reasoning"
 
 
-async def test_models_that_were_not_taught_to_think_keep_their_words(service: Service) -> None:
+async def test_text_of_models_without_reasoning_stays_content(service: Service) -> None:
     service.script_chat("who sleeps?", ANSWER)
     (choice,) = (await service.chat("who sleeps?")).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": ANSWER, "refusal": None}
 
 
-def test_the_command_line_shows_them_apart_and_sends_back_the_answer_alone() -> None:
+def test_the_command_line_shows_reasoning_apart_and_sends_back_only_the_answer() -> None:
     console = Console(file=StringIO(), force_terminal=True, color_system="standard")
     deltas = [{"role": "assistant"}, {"reasoning_content": "the "}, {"reasoning_content": "fox?"}, {"content": "dog"}]
     assert show_answer(console, iter(deltas)) == "dog"

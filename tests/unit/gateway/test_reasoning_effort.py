@@ -21,7 +21,7 @@ SWITCH = "{{ 'off' if enable_thinking is defined and not enable_thinking else 'o
 
 @pytest.fixture
 def served(start: Callable[..., Service], model: ServedModel, tokenizer: Tokenizer) -> Callable[[str], Service]:
-    """A model whose template ends so."""
+    """Return a function that starts a service of a model whose template has this ending."""
 
     def serve(ending: str) -> Service:
         template = ChatTemplate({"default": TEMPLATE + ending})
@@ -40,7 +40,7 @@ async def prompt_of(service: Service, **fields: Any) -> str:
     return service.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-async def test_a_template_that_knows_efforts_is_told(served: Callable[[str], Service]) -> None:
+async def test_a_template_with_efforts_gets_the_effort(served: Callable[[str], Service]) -> None:
     service = served(EFFORTS)
     assert (await prompt_of(service)).endswith("think medium")
     for effort in ("none", "low", "high"):
@@ -49,14 +49,16 @@ async def test_a_template_that_knows_efforts_is_told(served: Callable[[str], Ser
     assert (await prompt_of(service, reasoning_effort="low", **given)).endswith("think as I say")
 
 
-async def test_a_template_that_can_only_be_switched_is_switched_off_by_none(served: Callable[[str], Service]) -> None:
+async def test_effort_none_disables_thinking_in_a_template_with_a_switch(served: Callable[[str], Service]) -> None:
     service = served(SWITCH)
     assert (await prompt_of(service)).endswith("on")
     assert (await prompt_of(service, reasoning_effort="none")).endswith("off")
 
 
 @pytest.mark.parametrize("ending", [SWITCH, ""], ids=["a switch", "nothing"])
-async def test_an_effort_that_nobody_would_hear_of_is_refused(served: Callable[[str], Service], ending: str) -> None:
+async def test_an_effort_that_the_template_would_ignore_is_refused(
+    served: Callable[[str], Service], ending: str
+) -> None:
     answer = await served(ending).chat("who?", reasoning_effort="high")
     assert answer.status_code == 400
     error = answer.json()["error"]

@@ -66,9 +66,7 @@ KEEPS = {
 
 
 @pytest.mark.parametrize(("field", "value"), KEEPS.items(), ids=KEEPS)
-async def test_what_a_server_that_keeps_nothing_cannot_do_is_refused_by_name(
-    service: Service, field: str, value: Any
-) -> None:
+async def test_stateful_features_are_refused_by_name(service: Service, field: str, value: Any) -> None:
     error = await refused(service, {field: value})
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
     assert "not supported" in error["message"]
@@ -96,7 +94,7 @@ NOTHING: dict[str, Any] = {
 }
 
 
-async def test_what_asks_for_nothing_is_taken(service: Service) -> None:
+async def test_fields_without_effect_are_accepted(service: Service) -> None:
     response = await service.http.post(
         "/v1/responses", json={"model": "tiny", "input": "hello", "max_output_tokens": 1, **NOTHING}
     )
@@ -189,7 +187,9 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fields", "param", "reason"), WRONG.values(), ids=WRONG)
-async def test_what_is_wrong_is_named(service: Service, fields: dict[str, Any], param: str, reason: str) -> None:
+async def test_invalid_fields_are_refused_by_name(
+    service: Service, fields: dict[str, Any], param: str, reason: str
+) -> None:
     error = await refused(service, fields)
     assert error["param"] is not None
     assert error["param"].startswith(param)
@@ -208,12 +208,12 @@ ITEMS = st.lists(st.dictionaries(WORDS, JSON | st.sampled_from(KINDS), max_size=
 
 
 @given(st.dictionaries(WORDS, JSON | ITEMS, max_size=5), JSON | ITEMS)
-def test_whatever_is_asked_is_read_or_refused(fields: dict[str, Any], items: Any) -> None:
+def test_every_body_is_parsed_or_refused(fields: dict[str, Any], items: Any) -> None:
     with suppress(ApiError):
         parse_response({"model": "tiny", "input": items, **fields})
 
 
-async def test_tools_need_a_model_that_was_taught_calls(service: Service) -> None:
+async def test_tools_need_a_model_with_tool_calls(service: Service) -> None:
     error = await refused(service, {"tools": TOOLS})
     assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
 

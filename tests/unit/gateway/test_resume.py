@@ -1,4 +1,4 @@
-"""A resumable stream that breaks anywhere goes on at a gateway that has never heard of it."""
+"""Resumption: a stream that breaks at any event continues at another gateway, which knows nothing of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def resumed(service: Service, event_id: str | None, path: str, body: dict[
 
 
 def by_choice(events: list[Event]) -> list[Any]:
-    """Choices run side by side: only their own order is told. How much was cached differs between engines."""
+    """Return the events by choice, since their order between choices may differ, without counts of cached tokens."""
     for event in events[:-1]:
         if event.data.get("usage"):
             event.data["usage"].pop("prompt_tokens_details", None)
@@ -66,7 +66,7 @@ def by_choice(events: list[Event]) -> list[Any]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 @pytest.mark.parametrize("roles", [[Role.UNIFIED], [Role.PREFILL, Role.DECODE]], ids=["unified", "disaggregated"])
-async def test_the_events_behind_each_event_come_from_another_gateway(
+async def test_another_gateway_sends_the_events_after_any_event(
     start: Callable[..., Service], roles: list[Role], asked: dict[str, Any]
 ) -> None:
     body = {"prompt": PROMPT, **LENGTH, **STREAM, **asked}
@@ -80,7 +80,7 @@ async def test_the_events_behind_each_event_come_from_another_gateway(
     assert (await second.metrics())["baton_streams_resumed_total"] == len(named) > 4
 
 
-async def test_a_chat_goes_on_without_a_second_beginning(start: Callable[..., Service]) -> None:
+async def test_a_resumed_chat_does_not_repeat_the_role(start: Callable[..., Service]) -> None:
     service = start(Role.UNIFIED)
     service.script_chat("Hello?", "äöü and a stop string that begins, st, and stops: stop")
     messages = [{"role": "user", "content": "Hello?"}]
@@ -91,10 +91,10 @@ async def test_a_chat_goes_on_without_a_second_beginning(start: Callable[..., Se
         if event.id is not None:
             rest = events_of(await resumed(service, event.id, "/v1/chat/completions", body))
             assert rest == whole[number + 1 :]
-    assert told[0] is None  # the role's: who has no more than that begins anew
+    assert told[0] is None  # the role chunk has no id: a client that has no other starts anew
 
 
-async def test_other_tokens_than_were_told_are_a_conflict_before_anything_is_told(
+async def test_tokens_that_differ_from_those_sent_are_a_conflict_before_the_first_event(
     start: Callable[..., Service],
 ) -> None:
     body = {"prompt": PROMPT, **LENGTH, **STREAM}
@@ -107,7 +107,7 @@ async def test_other_tokens_than_were_told_are_a_conflict_before_anything_is_tol
     await second.cluster.settled()
 
 
-async def test_events_have_ids_only_where_they_are_asked_for(start: Callable[..., Service]) -> None:
+async def test_events_have_ids_only_on_request(start: Callable[..., Service]) -> None:
     plain = await start(Role.UNIFIED).complete(PROMPT, **LENGTH, stream=True)
     assert {event.id for event in events_of(plain)} == {None}
 
@@ -129,7 +129,7 @@ async def test_events_have_ids_only_where_they_are_asked_for(start: Callable[...
         (StreamPosition("id", 0, 1, (ChoicePosition(),)).encode().decode(), {"stream": True}, "not_resumable"),
     ],
 )
-async def test_what_is_no_position_of_this_request_is_refused(
+async def test_an_event_id_of_no_position_of_this_request_is_refused(
     start: Callable[..., Service], event_id: str, fields: dict[str, Any], code: str
 ) -> None:
     answer = await resumed(start(Role.UNIFIED), event_id, "/v1/completions", {"prompt": PROMPT, **fields})
@@ -137,7 +137,7 @@ async def test_what_is_no_position_of_this_request_is_refused(
     assert (answer.status_code, error["code"], error["param"]) == (400, code, "last-event-id")
 
 
-def test_an_output_is_cut_into_its_tokens() -> None:
+def test_an_output_is_split_into_its_tokens() -> None:
     def output(tokens: list[int], **fields: Any) -> EngineOutput:
         logprobs = Logprobs.pack([TokenLogprobs([token], [-1.0], 1) for token in tokens])
         return EngineOutput(request_id="", token_ids=tokens, logprobs=logprobs, **fields)
@@ -151,7 +151,7 @@ def test_an_output_is_cut_into_its_tokens() -> None:
     assert ReplayFilter(ChoicePosition()).split(whole) == [whole]
 
 
-def test_a_checksum_does_not_depend_on_how_the_tokens_came() -> None:
+def test_a_checksum_does_not_depend_on_how_the_tokens_are_split() -> None:
     whole = ChoicePosition().after([1, 2**32 - 1, 3], is_whole=True)
     assert ChoicePosition().after([1], is_whole=False).after([2**32 - 1, 3], is_whole=True) == whole
     assert ChoicePosition().after([1, 3, 2**32 - 1], is_whole=True) != whole

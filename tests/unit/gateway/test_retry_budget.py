@@ -1,4 +1,4 @@
-"""A gateway's further attempts are counted over the last seconds, and never more than its budget allows."""
+"""The retry budget limits the further attempts of a gateway, counted over the last seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...helpers.gateway_service import Clock, Service
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5), st.floats(0.0, 7.0))))
 def test_a_window_counts_what_happened_within_it(steps: list[tuple[int, int, float]]) -> None:
-    """To within one of its parts."""
+    """The count is exact to within one part of the window."""
     clock, seconds = Clock(), 10.0
     window = SlidingWindow(seconds, clock)
     past: list[tuple[float, int, int]] = []
@@ -45,18 +45,18 @@ def test_a_window_is_empty_after_it_was_cleared() -> None:
 def test_the_budget_is_a_share_of_the_requests_that_began_or_run() -> None:
     clock = Clock()
     budget = RetryBudget(0.2, 3, clock)
-    assert budget.left == 3, "in any case"
+    assert budget.left == 3, "the minimum must be left without any request"
     for _ in range(50):
         budget.began()
     assert budget.left == 10
     clock.now_s += 2 * BUDGET_WINDOW_S
-    assert budget.left == 10, "they still run"
+    assert budget.left == 10, "running requests must count"
     for _ in range(50):
         budget.ended()
     assert budget.left == 3
 
 
-def test_what_was_spent_comes_back_when_it_is_old() -> None:
+def test_spent_attempts_are_restored_after_the_window() -> None:
     clock = Clock()
     budget = RetryBudget(0.0, 2, clock)
     budget.spend()
@@ -87,10 +87,12 @@ async def test_a_gateway_whose_budget_is_spent_makes_no_further_attempts_and_say
     assert {response.status_code for response in responses} == {503}
     assert {response.json()["error"]["code"] for response in responses} == {"retry_budget_exhausted"}
     assert all(int(response.headers["retry-after"]) >= 1 for response in responses)
-    assert sum(len(engine.submitted) for engine in service.cluster.members) == 5 * 2 + 3, "the first loss is free"
+    assert sum(len(engine.submitted) for engine in service.cluster.members) == 5 * 2 + 3, (
+        "each request's first retry must cost nothing"
+    )
 
 
-async def test_refusals_for_lack_of_room_are_paid_from_the_first_on(start: Callable[..., Service]) -> None:
+async def test_retries_of_overloaded_engines_cost_budget_from_the_first_on(start: Callable[..., Service]) -> None:
     service = start(*[Role.UNIFIED] * 3, retry_budget=0.0, retry_budget_min=2, capacity_timeout_s=0.1)
     for engine in service.cluster.members:
         engine.refuse = EngineError(ErrorKind.OVERLOADED, "full")
@@ -99,7 +101,7 @@ async def test_refusals_for_lack_of_room_are_paid_from_the_first_on(start: Calla
     assert sum(len(engine.submitted) for engine in service.cluster.members) == 3 + 1 + 1
 
 
-async def test_who_waits_for_the_budget_goes_on_when_there_is_some(
+async def test_a_request_that_waits_for_the_budget_continues_once_there_is_some(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = start(Role.UNIFIED, Role.UNIFIED, retry_budget=0.0, retry_budget_min=0, capacity_timeout_s=20)

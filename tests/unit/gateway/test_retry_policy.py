@@ -33,14 +33,14 @@ P, D, U = Role.PREFILL, Role.DECODE, Role.UNIFIED
 
 @dataclass(frozen=True)
 class Scene:
-    """`fails`: submissions to engines of a role that fail, in this order. With the last one, `joins` are started."""
+    """Engines whose submissions fail: `fails` are the failures in order; with the last one, engines `joins` start."""
 
     roles: list[Role]
     fails: list[tuple[Role, ErrorKind]] = field(default_factory=list)
     joins: list[Role] = field(default_factory=list)
     local_tokens: int = 8192
-    loses_reader: bool = False  # its decode engine dies while the prompt is read; `joins` come then, with other KV
-    loses_prefill: bool = False  # its prefill engine dies with the last failure
+    loses_reader: bool = False  # the decode engine dies during prefill; `joins` start then, with another KV layout
+    loses_prefill: bool = False  # the prefill engine dies with the last failure
 
 
 def _down(kind: ErrorKind) -> dict[Rung | None, Scene]:
@@ -124,7 +124,7 @@ def test_every_failure_of_an_engine_has_a_row() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("failure", "rung"), ROWS, ids=[f"{failure}-{rung}" for failure, rung in ROWS])
-async def test_a_failure_leads_to_each_of_its_rungs(
+async def test_each_failure_can_lead_to_each_of_its_rungs(
     start: Callable[..., Service], expected: str, failure: Failure, rung: Rung | None
 ) -> None:
     scene = SCENES[failure][rung]
@@ -142,7 +142,7 @@ async def test_a_failure_leads_to_each_of_its_rungs(
     assert response.json()["choices"][0]["text"] == expected
     way = response.headers["x-baton-path"]
     if (failure, rung) == (Failure.NO_READER, Rung.OTHER_DECODE):
-        assert way == "disaggregated; reason=least-loaded"  # how every hand-off goes
+        assert way == "disaggregated; reason=least-loaded"  # the reason of every hand-off
         return
     path = "disaggregated" if rung is Rung.OTHER_DECODE else "recomputed"
     assert way == f"{path}; reason={failure}; rung={rung}"
@@ -151,7 +151,7 @@ async def test_a_failure_leads_to_each_of_its_rungs(
         assert samples[f'baton_request_retries_total{{reason="{failure}"}}'] == 1
 
 
-async def test_a_decode_engine_with_a_queue_is_not_asked_to_recompute_where_a_unified_one_is(
+async def test_a_busy_decode_engine_does_not_recompute_if_there_is_a_unified_engine(
     start: Callable[..., Service], expected: str
 ) -> None:
     service = start(P)
@@ -171,7 +171,7 @@ async def test_a_decode_engine_with_a_queue_is_not_asked_to_recompute_where_a_un
 @pytest.mark.parametrize(
     "kind", [kind for kind, its in FAILURE_OF.items() if RETRY_POLICY[its].rungs and RETRY_POLICY[its].counts]
 )
-def test_a_request_fails_so_often_and_no_more(kind: ErrorKind) -> None:
+def test_a_request_fails_at_most_so_often(kind: ErrorKind) -> None:
     attempts, most = AttemptHistory(max_attempts=4), RETRY_POLICY[FAILURE_OF[kind]].max_failures or 4
     for number in range(1, most + 1):
         attempts.failed(EngineError(kind, ""), (f"e{number}", 1))
@@ -185,10 +185,10 @@ def test_engines_that_leave_cost_no_attempt_and_no_budget() -> None:
         assert attempts.may_go_on
         assert not attempts.must_pay
     attempts.failed(EngineError(ErrorKind.ENGINE_DEAD, ""), ("dead", 1))
-    assert not attempts.must_pay, "its first loss"
+    assert not attempts.must_pay, "the first loss must be free"
 
 
-def test_the_first_loss_is_free_and_later_ones_where_the_attempt_brought_tokens() -> None:
+def test_the_first_loss_is_free_and_so_are_losses_of_attempts_that_brought_tokens() -> None:
     dead = EngineError(ErrorKind.ENGINE_DEAD, "")
     attempts = AttemptHistory(max_attempts=9)
     paid = []
@@ -198,7 +198,7 @@ def test_the_first_loss_is_free_and_later_ones_where_the_attempt_brought_tokens(
     assert paid == [False, True, False, True]
 
 
-def test_the_page_has_the_retry_policys_table() -> None:
+def test_the_documentation_has_the_retry_policys_table() -> None:
     rows = [
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
         for line in PAGE.read_text().partition("## The retry policy")[2].partition("\n## ")[0].splitlines()
@@ -222,7 +222,7 @@ def test_the_page_has_the_retry_policys_table() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("deaths", [1, 2])
 async def test_all_streams_of_an_engine_that_is_killed_go_on(start: Callable[..., Service], deaths: int) -> None:
-    """More than the retry budget holds: a death is no sign that retries do harm."""
+    """There are more streams than the retry budget holds: the death of an engine does not use it up."""
     fields = {**FIELDS, "max_tokens": 60}
     whole = (await start(U).complete(PROMPT, **fields)).json()["choices"][0]["text"]
     service = start(retry_budget=0.0, retry_budget_min=0)

@@ -20,7 +20,7 @@ from .engine_views import view
 from .router_requests import PROMPT, RATES, rank_of, request, route, router, wanted
 
 
-def test_work_in_progress_goes_where_least_of_it_is() -> None:
+def test_requests_go_to_the_engine_with_the_least_work() -> None:
     chooser, engines = router(), [view(0), view(1), view(2)]
     ranks = Counter()
     for index in range(30):
@@ -30,14 +30,14 @@ def test_work_in_progress_goes_where_least_of_it_is() -> None:
     assert ranks == {0: 10, 1: 10, 2: 10}
 
 
-def test_work_that_is_over_counts_no_more() -> None:
+def test_finished_work_no_longer_counts() -> None:
     chooser, engines = router(), [view(0), view(1)]
     first = route(chooser, engines, [1] * 50).placement
     chooser.loads.sent(first)
     assert rank_of(chooser, engines, [2] * 5) != first.engine.rank
     chooser.loads.read(first)
     assert all(chooser.loads.of(engine).queued_tokens == 0 for engine in engines)
-    assert rank_of(chooser, engines, [2] * 5) != first.engine.rank, "it still decodes"
+    assert rank_of(chooser, engines, [2] * 5) != first.engine.rank, "the first request is still decoding"
     chooser.loads.ended(first)
     assert {rank_of(chooser, engines, [2] * 5, f"{i}") for i in range(20)} == {0, 1}
     assert chooser.loads.own == Load(0, 0)
@@ -48,22 +48,22 @@ def test_requests_of_other_gateways_count() -> None:
     assert rank_of(router(), [view(0), view(1, num_requests_waiting=1)], [1]) == 0
 
 
-def test_of_what_waits_in_an_engine_others_have_what_is_not_this_gateways_own() -> None:
+def test_waiting_requests_of_other_gateways_are_those_that_are_not_this_gateways() -> None:
     chooser = router()
     loads, told = chooser.loads, view(0, num_requests_waiting=2, num_waiting_tokens=900)
     assert loads.of(told) == Load(2, 900)
     mine = route(chooser, [told], [1] * 100).placement
     loads.sent(mine)
-    assert loads.of(told) == Load(3, 1000), "the engine told before it came"
+    assert loads.of(told) == Load(3, 1000), "the engine's status is older than the request"
     told = view(0, num_requests_waiting=3, num_waiting_tokens=1000, outstanding=1)
-    assert loads.of(told) == Load(3, 1000), "and now it is in what the engine tells"
+    assert loads.of(told) == Load(3, 1000), "the engine's status includes the request"
     loads.read(mine)
     assert loads.of(told) == Load(3, 900)
     loads.ended(mine)
     assert loads.of(told) == Load(2, 900)
 
 
-def test_the_engine_that_takes_the_place_of_another_is_not_taken_for_it() -> None:
+def test_a_new_engine_at_the_rank_of_another_does_not_inherit_its_load() -> None:
     loads = router().loads
     assert loads.of(view(0, num_waiting_tokens=500)).queued_tokens == 500
     assert loads.of(view(0)).queued_tokens == 0
@@ -101,7 +101,7 @@ def test_a_prefix_is_shared_only_under_the_same_salt() -> None:
         assert chosen.reason == reason
 
 
-def test_a_prefix_that_was_just_sent_counts_until_the_engine_has_told_of_it() -> None:
+def test_a_prefix_that_was_just_sent_counts_as_cached_until_the_engine_reports() -> None:
     clock = Clock()
     chooser, engines = router(clock=clock), [view(0), view(1)]
     first = route(chooser, engines, PROMPT).placement
@@ -118,7 +118,7 @@ def test_a_prefix_that_was_just_sent_counts_until_the_engine_has_told_of_it() ->
     assert chooser.prefixes.num_expected == 0
 
 
-def test_a_prefix_whose_request_was_given_up_counts_no_more() -> None:
+def test_a_prefix_whose_request_was_given_up_no_longer_counts() -> None:
     chooser = router()
     first = route(chooser, [view(0)], PROMPT).placement
     chooser.loads.sent(first)
@@ -130,7 +130,7 @@ def test_a_prefix_whose_request_was_given_up_counts_no_more() -> None:
 
 
 def test_a_hot_prefix_spreads_over_engines_as_their_queues_grow() -> None:
-    """Each engine that gets it has it from then on: the herd ends where a prefill costs less than the queue."""
+    """An engine that computes the prefix has it cached; requests spread once a prefill costs less than the queue."""
     chooser, engines = router(), [view(0, cached=PROMPT), *(view(rank) for rank in range(1, 8))]
     ranks = Counter()
     for index in range(200):
@@ -142,7 +142,7 @@ def test_a_hot_prefix_spreads_over_engines_as_their_queues_grow() -> None:
     assert max(ranks.values()) - min(ranks.values()) <= 4
 
 
-def test_equals_are_told_apart_by_request_and_gateway_and_always_alike() -> None:
+def test_ties_are_broken_by_request_and_gateway_and_always_in_the_same_way() -> None:
     engines = [view(rank) for rank in range(4)]
     names = [f"r{index}" for index in range(400)]
     ranks = [rank_of(router("g"), engines, [1], name) for name in names]
@@ -169,13 +169,13 @@ def test_a_session_waits_for_its_home_no_longer_than_the_patience() -> None:
         assert rank_of(router(), engines, [1], session_id="s") == expected
 
 
-def test_an_engine_without_room_is_taken_only_when_no_other_is_there() -> None:
+def test_a_full_engine_is_chosen_only_without_another() -> None:
     full, busy = view(0, num_blocks_free=0), view(1, num_requests_running=50)
     assert rank_of(router(), [full, busy], [1] * 20) == 1
     assert rank_of(router(), [full], [1] * 20) == 0
 
 
-def test_a_prefill_engine_is_of_use_only_with_a_mate_of_the_same_fingerprint() -> None:
+def test_a_prefill_engine_needs_a_decode_engine_of_the_same_fingerprint() -> None:
     chooser = router()
     prefill, decode = view(0, Role.PREFILL), view(1, Role.DECODE)
     chosen = route(chooser, [prefill, decode], [1])
@@ -187,12 +187,12 @@ def test_a_prefill_engine_is_of_use_only_with_a_mate_of_the_same_fingerprint() -
     assert chooser.decode_placement([stranger, decode], wanted([1]), prefill.record) is not None
 
 
-def test_of_equal_prefill_engines_the_one_beside_a_free_decode_engine_reads_the_prompt() -> None:
+def test_of_equal_prefill_engines_one_on_the_node_of_an_idle_decode_engine_is_chosen() -> None:
     engines = [view(0, Role.PREFILL, node="a"), view(1, Role.PREFILL, node="b"), view(2, Role.DECODE, node="b")]
     assert {rank_of(router(), engines, PROMPT, f"{i}") for i in range(20)} == {1}
 
 
-def test_the_link_and_what_is_cached_already_choose_the_decode_engine() -> None:
+def test_the_decode_engine_is_chosen_by_its_link_and_its_cached_blocks() -> None:
     source = view(0, Role.PREFILL, node="a").record
     far, near = view(1, Role.DECODE, node="b"), view(2, Role.DECODE, node="a")
     chooser = router(handoff_s=0)
@@ -208,12 +208,12 @@ def test_the_link_and_what_is_cached_already_choose_the_decode_engine() -> None:
     assert placed(far, view(2, Role.DECODE, node="a", num_requests_waiting_for_kv=9)) == 1
 
 
-def test_prefill_engines_full_of_held_blocks_are_spared() -> None:
+def test_prefill_engines_full_of_held_blocks_are_avoided() -> None:
     engines = [view(0, Role.PREFILL, num_blocks_held=500), view(1, Role.PREFILL), view(2, Role.DECODE)]
     assert {rank_of(router(), engines, [1], f"{i}") for i in range(20)} == {1}
 
 
-def test_a_decode_engine_that_has_the_prompt_reads_the_rest_itself_where_that_is_cheaper() -> None:
+def test_a_decode_engine_with_a_cached_prefix_prefills_the_rest_if_that_is_cheaper() -> None:
     prefill = view(0, Role.PREFILL)
     chosen = route(router(), [prefill, view(1, Role.DECODE, cached=PROMPT)], [*PROMPT, 1])
     assert (chosen.path, chosen.reason, chosen.hands_off) == (Path.LOCAL_PREFILL, "cheaper", False)
@@ -224,12 +224,12 @@ def test_a_decode_engine_that_has_the_prompt_reads_the_rest_itself_where_that_is
     assert route(router(), [prefill, view(1, Role.DECODE)], [1]).hands_off, "a short prompt alone is no reason"
 
 
-def test_a_prompt_goes_past_the_queue_of_a_prefill_engine() -> None:
+def test_a_prompt_avoids_the_queue_of_a_prefill_engine() -> None:
     engines = [view(0, Role.PREFILL, num_waiting_tokens=4000), view(1, Role.PREFILL), view(2, Role.DECODE)]
     assert {rank_of(router(), engines, [1], f"{i}") for i in range(20)} == {1}
 
 
-def test_blocks_that_are_on_their_way_to_a_decode_engine_keep_its_link_busy() -> None:
+def test_pending_transfers_to_a_decode_engine_count_for_its_link() -> None:
     source = view(0, Role.PREFILL, node="a").record
     far, near = view(1, Role.DECODE, node="b"), view(2, Role.DECODE, node="a", num_requests_waiting_for_kv=9)
     placement = router(handoff_s=0, decode_request_s=0).decode_placement([far, near], wanted(PROMPT), source)
@@ -242,14 +242,14 @@ def draining(engine: EngineView) -> EngineView:
 
 
 @pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
-def test_an_engine_that_drains_gets_prompts_only_where_no_other_can_take_them(role: Role) -> None:
+def test_a_draining_engine_gets_prompts_only_if_no_other_can_take_them(role: Role) -> None:
     leaving, busy, decode = draining(view(0, role)), view(1, role, num_waiting_tokens=10**6), view(2, Role.DECODE)
     others = [decode] if role is Role.PREFILL else []
     assert rank_of(router(local=0), [leaving, busy, *others], [1]) == 1
     assert rank_of(router(local=0), [leaving, *others], [1]) == 0
 
 
-def test_an_engine_that_drains_gets_blocks_only_where_no_other_can_take_them() -> None:
+def test_a_draining_engine_gets_blocks_only_if_no_other_can_take_them() -> None:
     leaving, busy = draining(view(0, Role.DECODE)), view(1, Role.DECODE, num_requests_running=99)
     for engines, expected in [([leaving, busy], 1), ([leaving], 0)]:
         placement = router().decode_placement(engines, wanted([1]), view(2, Role.PREFILL).record)
@@ -273,7 +273,7 @@ def test_avoided_engines_are_not_chosen() -> None:
 
 
 @pytest.mark.parametrize("field", list(CostRates.model_fields))
-def test_every_rate_has_a_unit_and_refuses_what_means_nothing(field: str) -> None:
+def test_every_rate_has_a_unit_and_refuses_invalid_values(field: str) -> None:
     assert field.endswith(("_s", "_weight", "_tokens"))
     with pytest.raises(ValueError, match=field):
         CostRates(**{field: -1})

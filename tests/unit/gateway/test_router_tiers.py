@@ -1,4 +1,4 @@
-"""The router counts what engines restore from the host's memory and from disks."""
+"""The router counts prefixes that engines can restore from host memory and from disk."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestTiers:
         num_before=st.integers(0, 5),
         num_requests=st.integers(0, 5),
     )
-    def test_whatever_engines_say_it_is_never_cheaper_than_the_pool_nor_dearer_than_computing(
+    def test_a_restore_is_never_cheaper_than_the_pool_nor_dearer_than_computing(
         self,
         found: tuple[int, int, int],
         restore_s: dict[str, float],
@@ -77,7 +77,7 @@ class TestTiers:
         assert costs[0] <= costs[1] + 1e-12
         assert costs[1] <= costs[2] + 1e-12
 
-    def test_only_what_has_to_be_computed_is_in_the_queue(self) -> None:
+    def test_only_tokens_to_be_computed_count_as_queued(self) -> None:
         engine = view(0, cached=PROMPT[: 10 * BLOCK_SIZE], host=PROMPT, tiers=FAST)
         chosen = route(router(), [engine], PROMPT)
         assert (chosen.placement.uncached, chosen.reason) == (len(PROMPT) - IN_BLOCKS, "prefix-hit")
@@ -92,12 +92,14 @@ class TestTiers:
         ],
         ids=["as slow as computing", "slower", "too short", "a tier that does not answer"],
     )
-    def test_what_the_engine_would_compute_costs_as_much(self, change: dict[str, Any]) -> None:
+    def test_a_prefix_that_the_engine_would_not_restore_costs_as_much_as_computing(
+        self, change: dict[str, Any]
+    ) -> None:
         engine = view(0, host=PROMPT, tiers=msgspec.structs.replace(FAST, **change))
         assert self.cost_s(engine) == self.cost_s(view(0))
         assert route(router(), [engine], PROMPT).placement.uncached == len(PROMPT)
 
-    def test_an_engine_whose_pace_is_not_known_is_believed_to_be_somewhat_faster_than_computing(self) -> None:
+    def test_a_restore_without_a_measurement_is_rated_somewhat_faster_than_computing(self) -> None:
         compute_s = IN_BLOCKS / RATES.prefill_tokens_per_s
         for tiers in (
             TierStats(),
@@ -107,7 +109,7 @@ class TestTiers:
             saved_s = self.cost_s(view(0)) - self.cost_s(view(0, host=PROMPT, tiers=tiers))
             assert saved_s == pytest.approx(compute_s * (1 - UNTRIED))
 
-    def test_restores_that_are_under_way_come_first(self) -> None:
+    def test_a_restore_waits_for_those_under_way(self) -> None:
         found, compute_s = FoundPrefix(0, 20, 10), 30 * BLOCK_SIZE / RATES.prefill_tokens_per_s
         share = (20 * 0.1 + 10 * 0.5) / 30
         readings = [
@@ -121,12 +123,12 @@ class TestTiers:
             [share * compute_s, 2 * share * compute_s, 0]
         )
 
-    def test_a_long_queue_before_a_tier_is_worth_less_than_computing_at_once(self) -> None:
+    def test_computing_at_once_is_preferred_to_a_restore_behind_a_long_queue(self) -> None:
         for queue, expected in {IN_BLOCKS // 2: 1, 2 * IN_BLOCKS: 0}.items():
             there = view(1, host=PROMPT, tiers=FAST, num_waiting_tokens=queue)
             assert rank_of(router(), [view(0), there], PROMPT) == expected
 
-    def test_a_prefill_engine_restores_and_hands_over_but_a_hand_off_is_not_read_from_tiers(self) -> None:
+    def test_tiers_count_for_prefill_engines_and_not_for_decode_engines_of_a_hand_off(self) -> None:
         prefill = [view(0, Role.PREFILL), view(1, Role.PREFILL, host=PROMPT, tiers=FAST)]
         decode = [view(2, Role.DECODE), view(3, Role.DECODE, host=PROMPT, tiers=FAST)]
         assert rank_of(router(local=0), [*prefill, decode[0]], PROMPT) == 1
@@ -138,9 +140,11 @@ class TestTiers:
         }
         assert placed == {2, 3}
         chosen = route(router(), [prefill[0], decode[1]], PROMPT)
-        assert (chosen.path, chosen.reason) == (Path.LOCAL_PREFILL, "cheaper"), "but it may restore the prompt itself"
+        assert (chosen.path, chosen.reason) == (Path.LOCAL_PREFILL, "cheaper"), (
+            "the decode engine may restore the prompt itself"
+        )
 
-    def test_what_is_on_its_way_up_for_another_request_counts_as_cached(self) -> None:
+    def test_blocks_that_another_request_restores_count_as_cached(self) -> None:
         chooser, engine = router(), view(0, host=PROMPT, tiers=FAST)
         chooser.loads.sent(route(chooser, [engine], PROMPT).placement)
         found = chooser.prefixes.find(engine.cached, ("e0", 0), wanted(PROMPT).names)

@@ -1,4 +1,4 @@
-"""Engines that answer out of turn, and readers of blocks that are told or replaced."""
+"""Engines that answer out of turn, and decode attempts that begin early or are replaced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_an_engine_that_answers_out_of_turn_fails_the_request_and_not_the_
         await check_nothing_is_left(scene, has_offer=False)
 
 
-async def test_a_reader_is_told_although_the_client_does_not_ask_for_more() -> None:
+async def test_a_decode_engine_is_chosen_even_if_the_client_does_not_read_on() -> None:
     scene = Scene(PREFILL, DECODE)
     await scene.read()
     await scene.say(HANDOFF)
@@ -47,7 +47,7 @@ async def test_a_reader_is_told_although_the_client_does_not_ask_for_more() -> N
     await scene.close()
 
 
-async def test_where_no_reader_is_there_another_engine_is_told_before_the_first_token_is_sent() -> None:
+async def test_without_a_reader_another_engine_is_chosen_before_the_first_token_is_sent() -> None:
     scene = Scene(PREFILL, DECODE)
     await scene.read()
     scene.client.views = [UNIFIED]
@@ -57,14 +57,14 @@ async def test_where_no_reader_is_there_another_engine_is_told_before_the_first_
     await scene.close()
 
 
-async def test_an_early_reader_goes_on_only_with_the_kv_that_it_fetches() -> None:
+async def test_an_early_attempt_continues_only_with_the_kv_that_it_reads() -> None:
     scene = await prefilling(E.HANDED_OFF)
     scene.client.views = [PREFILL, DECODE]
     await scene.say(HANDOFF)
     assert scene.log[-4:] == ["close attempt", "close early", "deliver", "submit reader"]
     early, reader = scene.client.requests[-2:]
     assert (early.kv_source, reader.kv_source) == (NEW_KV, KV)
-    assert reader.generation == early.generation + 1, "an output of the early reader may still come"
+    assert reader.generation == early.generation + 1, "a late output of the early attempt must have another generation"
     await scene.close()
 
 

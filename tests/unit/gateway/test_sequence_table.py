@@ -1,4 +1,4 @@
-"""Every pair of state and event of a sequence: the code does what its row says, and the page shows the same table."""
+"""The state machine of sequences: for every state and event the code does what the documented table says."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_page_shows_the_table_of_the_code() -> None:
 # ---------------------------------------------------------------------- the table
 
 
-def test_the_table_has_every_pair_that_can_be() -> None:
+def test_the_table_has_every_possible_pair() -> None:
     placing = {E.ENGINE_FOUND, E.RECOMPUTE_FOUND, E.READER_FOUND, E.EARLY_READER, E.NO_ENGINE}
     outputs = {E.TOKENS, E.FINISHED, E.LOST, E.REFUSED, E.FAILED}
     assert SEQUENCE_TABLE.keys() == {
@@ -74,7 +74,7 @@ def test_the_table_has_every_pair_that_can_be() -> None:
     }
 
 
-def test_whatever_happened_closing_ends_every_attempt_and_every_offer() -> None:
+def test_closing_ends_every_attempt_and_every_offer_in_each_state() -> None:
     for state in S:
         row = SEQUENCE_TABLE[state, E.CLOSED]
         assert row.next_state is S.DONE
@@ -89,7 +89,7 @@ def test_every_first_output_is_noted_and_every_output_with_tokens_is_delivered()
 
 
 async def placing(event: SequenceEvent) -> Scene:
-    """Return a sequence for which no engine is there. For events of readers, KV is on offer."""
+    """Return a sequence without an engine. For events of readers, there is an offer of KV."""
     if event is E.NO_ENGINE:
         return Scene(capacity_timeout_s=1e-9)
     if event in (E.ENGINE_FOUND, E.CLOSED):
@@ -117,7 +117,7 @@ SCENES: dict[SequenceState, Callable[[SequenceEvent], Awaitable[Scene]]] = {
 
 
 def said(output: EngineOutput | EngineGone, *left: EngineView) -> Callable[[Scene], Awaitable[None]]:
-    """The engine says this, and these engines are left."""
+    """Return the event of an engine that sends this output, after which these engines are left."""
 
     async def happen(scene: Scene) -> None:
         if scene.sequence.state is not S.PLACING and output is not EARLY:
@@ -147,11 +147,11 @@ EVENTS: dict[SequenceEvent, list[Callable[[Scene], Awaitable[None]]]] = {
 
 @dataclass(frozen=True)
 class Present:
-    """The things that effects may find in a scene."""
+    """The parts of a scene on which the observed effects depend."""
 
     offer: bool
     early: bool
-    attempt: str  # the kind of the attempt that is read; "" if there is none
+    attempt: str  # the kind of the current attempt; "" if there is none
     has_output: bool
 
 
@@ -181,7 +181,7 @@ def observed(effect: Effect, event: SequenceEvent, there: Present) -> list[str]:
         case F.CLOSE_ALL:
             return ["close early"] * there.early + [f"close {there.attempt}"] * bool(there.attempt)
         case F.HAND_OFF:
-            return ["close early"] * there.early  # what it fetches is not what is on offer now
+            return ["close early"] * there.early  # its offer has been replaced by another
         case F.BLAME:
             return ["circuit"] * (event is E.LOST)
         case F.JUDGE_DEADLINE:
@@ -196,7 +196,7 @@ def observed(effect: Effect, event: SequenceEvent, there: Present) -> list[str]:
 def expected(state: SequenceState, event: SequenceEvent) -> list[str]:
     there = present(state, event)
     effects = list(SEQUENCE_TABLE[state, event].effects)
-    if event is E.EARLY_READER:  # PLACING is passed at once
+    if event is E.EARLY_READER:  # the sequence leaves PLACING at once
         effects = [*SEQUENCE_TABLE[S.PREFILLING, E.HANDED_OFF].effects, *effects]
     entries = [entry for effect in effects for entry in observed(effect, event, there)]
     return entries + ["deliver"] * (F.DELIVER in effects)

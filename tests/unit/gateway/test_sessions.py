@@ -1,4 +1,4 @@
-"""Requests of one session meet in one engine, and conversations find their prefix wherever it is."""
+"""Requests of one session go to one engine, and conversations are routed to their cached prefix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_gateways_agree_on_a_sessions_home(start: Callable[..., Service]) 
 
 
 @pytest.mark.slow
-async def test_a_conversation_goes_on_where_its_blocks_are_without_a_session(start: Callable[..., Service]) -> None:
+async def test_a_conversation_without_a_session_is_routed_to_its_blocks(start: Callable[..., Service]) -> None:
     service = start(*[Role.UNIFIED] * 4)
     history = list(range(4, 60))
     await ask(service, history, None)

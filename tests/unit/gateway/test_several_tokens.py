@@ -1,4 +1,4 @@
-"""Engines that draw several tokens in a step: clients get what they get from engines that draw one."""
+"""Engines that emit several tokens in a step: clients get the same as from engines that emit one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_THE_RUN = {"id", "created", "created_at", "completed_at", "call_id", "item_id
 
 
 def knowing(errors: float) -> Callable[[Scripts], Drafter]:
-    """A drafter that knows the scripts, and errs in a share of its guesses."""
+    """Return a factory of drafters that draft from the scripts, with a share of wrong drafts."""
 
     def new(scripts: Scripts) -> Drafter:
         return InformedDrafter(lambda _, prompt: [*prompt, *scripts.get(tuple(prompt), ())], 1 - errors, 256)
@@ -39,7 +39,7 @@ def knowing(errors: float) -> Callable[[Scripts], Drafter]:
 async def pair(
     start: Callable[..., Service], thinker: ServedModel, request: pytest.FixtureRequest
 ) -> tuple[Service, Service]:
-    """Two services with the same answers: one draws a token in a step, the other up to five."""
+    """Return two services with the same answers: one emits a token in a step, the other up to five."""
     one = start(*request.param, served=thinker)
     several = start(*request.param, served=thinker, new_drafter=knowing(0.0))
     for service in (one, several):
@@ -48,14 +48,14 @@ async def pair(
 
 
 def cleaned(value: Any) -> Any:
-    """Leave out what differs from run to run."""
+    """Remove fields that differ from run to run."""
     if isinstance(value, dict):
         return {key: cleaned(each) for key, each in value.items() if key not in OF_THE_RUN}
     return [cleaned(each) for each in value] if isinstance(value, list) else value
 
 
 async def post(service: Service, route: str, body: dict[str, Any]) -> Any:
-    """Return a whole answer, or the parsed events of a stream."""
+    """Return the answer as a whole, or the parsed events of a stream."""
     headers = {"x-request-id": "the-same"}
     response = await service.http.post(route, json={"model": "tiny", **body}, headers=headers)
     assert response.status_code == 200, response.text
@@ -66,7 +66,7 @@ async def post(service: Service, route: str, body: dict[str, Any]) -> Any:
 
 
 def joined(told: list[Any]) -> dict[Any, Any]:
-    """Join what events say in pieces: texts and lists by their path; of all else the last value counts."""
+    """Join the events: texts and lists at the same path are concatenated; of other values the last one counts."""
     whole: dict[Any, Any] = {}
 
     def add(path: tuple[Any, ...], value: Any) -> None:
@@ -212,7 +212,7 @@ async def test_usage_in_each_chunk_counts_up_to_the_same_number(pair: tuple[Serv
 
 
 async def test_events_of_a_resumable_stream_are_the_same_ones(pair: tuple[Service, Service]) -> None:
-    """Another gateway, with other engines, may go on with it: see `resume.py`."""
+    """Another gateway, with other engines, may continue the stream: see `resume.py`."""
     options = {"include_usage": True, "resumable": True}
     body = {"prompt": PROMPT, "max_tokens": 200, "logprobs": 1, "stream": True, "stream_options": options}
     one, several = [await post(service, "/v1/completions", body) for service in pair]
@@ -236,7 +236,7 @@ async def test_metrics_count_every_token_and_the_time_between_steps(pair: tuple[
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("errors", [0.2, 0.5])
-async def test_wrong_guesses_change_nothing(
+async def test_wrong_drafts_change_nothing(
     start: Callable[..., Service], pair: tuple[Service, Service], errors: float
 ) -> None:
     often_wrong = start(Role.PREFILL, Role.DECODE, new_drafter=knowing(errors))
@@ -246,7 +246,7 @@ async def test_wrong_guesses_change_nothing(
         assert await post(often_wrong, "/v1/completions", body) == await post(pair[0], "/v1/completions", body)
 
 
-async def test_an_answer_goes_on_where_its_engine_died(
+async def test_an_answer_continues_after_its_engine_died(
     start: Callable[..., Service], pair: tuple[Service, Service]
 ) -> None:
     service = start(Role.UNIFIED, Role.UNIFIED, new_drafter=knowing(0.0))

@@ -1,4 +1,4 @@
-"""Several streams as one."""
+"""Streams that are merged into one, and work that ends with its client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.cluster.gateway.api.streams import ClientDisconnected, merge_streams,
 
 
 class Source:
-    """Yields what it is fed, and notes when it is closed."""
+    """A stream that yields what a test feeds it, and records when it is closed."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[int | Exception | None] = asyncio.Queue()
@@ -27,7 +27,7 @@ class Source:
             self.closed = True
 
 
-async def test_items_that_are_there_come_together_with_their_index() -> None:
+async def test_available_items_come_together_with_their_index() -> None:
     sources = [Source() for _ in range(3)]
     merged = merge_streams([source.items() for source in sources])
     for index, source in enumerate(sources):
@@ -40,7 +40,7 @@ async def test_items_that_are_there_come_together_with_their_index() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_an_error_of_one_closes_all(count: int) -> None:
+async def test_an_error_of_one_stream_closes_all(count: int) -> None:
     sources = [Source() for _ in range(count)]
     merged = merge_streams([source.items() for source in sources])
     sources[0].queue.put_nowait(ValueError("broken"))
@@ -50,7 +50,7 @@ async def test_an_error_of_one_closes_all(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_closing_closes_all(count: int) -> None:
+async def test_closing_the_merged_stream_closes_all(count: int) -> None:
     sources = [Source() for _ in range(count)]
     merged = merge_streams([source.items() for source in sources])
     sources[0].queue.put_nowait(1)
@@ -80,7 +80,7 @@ async def test_work_is_cancelled_and_cleaned_up_when_the_client_leaves() -> None
     assert cleaned.is_set()
 
 
-async def test_a_timeout_around_it_is_not_taken_for_a_client_that_left() -> None:
+async def test_a_timeout_is_not_mistaken_for_a_disconnect() -> None:
     async def receive() -> dict[str, str]:
         await asyncio.sleep(60)
         return {}

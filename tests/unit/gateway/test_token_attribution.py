@@ -1,4 +1,4 @@
-"""Each token of an answer is of its thoughts, its words or nobody, however the tokens came."""
+"""Each token of an answer is attributed to reasoning, content or neither, however the answer is split."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def shares_of(pieces: list[str], *, known: bool) -> tuple[int, str]:
 
 
 @given(st.sets(st.integers(1, len(TEXT) - 1)))
-def test_however_an_answer_is_cut_its_tokens_are_the_same_ones(cuts: set[int]) -> None:
+def test_the_attribution_does_not_depend_on_how_an_answer_is_split(cuts: set[int]) -> None:
     assert shares_of(pieces_of(cuts), known=True) == (len(THOUGHT), ANSWER)
     assert shares_of(pieces_of(cuts), known=False) == (len(THOUGHT), "")
 
 
-def test_tokens_without_a_text_of_their_own_belong_to_what_follows() -> None:
-    """As those that are parts of one character."""
+def test_tokens_without_a_text_of_their_own_belong_to_the_next_text() -> None:
+    """The tokens that are parts of one character have no text of their own, for example."""
     attribution = TokenAttribution()
     parts = [located(0, number) for number in range(3)]
     for run in token_runs(ChoiceDelta("é", parts, num_tokens=3), 0, known=True):
@@ -60,7 +60,7 @@ def test_tokens_without_a_text_of_their_own_belong_to_what_follows() -> None:
     assert attribution.take([ContentPart("é")]) == [parts]
 
 
-def test_the_rest_of_a_token_is_no_further_one() -> None:
+def test_the_rest_of_a_token_does_not_count_again() -> None:
     first, second = (located(at, at) for at in (0, 4))
     attribution = TokenAttribution()
     for delta, at in ((ChoiceDelta("ab", [first], 1), 0), (ChoiceDelta("cdef", [second], 1), 2)):
@@ -77,7 +77,7 @@ def test_a_text_may_come_without_a_token() -> None:
     )
 
 
-def test_what_is_behind_a_call_has_its_own_tokens() -> None:
+def test_text_behind_a_call_has_its_own_tokens() -> None:
     attribution = TokenAttribution()
     for text in ("f(", ")", "so"):
         attribution.push(TokenRun(text, 1, located(0, len(text))))

@@ -53,7 +53,7 @@ async def test_a_stream_has_the_prompt_once_and_each_token_once(service: Service
 
 
 @BOTH
-async def test_nobody_gets_ids_unasked(service: Service, path: str) -> None:
+async def test_ids_are_returned_only_on_request(service: Service, path: str) -> None:
     assert "token_ids" not in (await ask(service, path)).text
     assert "token_ids" not in (await ask(service, path, stream=True, return_token_ids=False)).text
 
@@ -80,7 +80,7 @@ async def test_a_prompt_keeps_its_last_tokens(service: Service, path: str) -> No
 
 
 @BOTH
-async def test_minus_one_keeps_what_leaves_room_for_the_answer(service: Service, path: str) -> None:
+async def test_minus_one_truncates_the_prompt_so_that_the_answer_fits(service: Service, path: str) -> None:
     long = "the fox jumps " * 2000
     ask_long = service.chat if "chat" in path else service.complete
     assert (await ask_long(long, max_tokens=6)).json()["error"]["code"] == "context_length_exceeded"
@@ -90,7 +90,7 @@ async def test_minus_one_keeps_what_leaves_room_for_the_answer(service: Service,
     assert unsaid["usage"]["total_tokens"] <= 256
 
 
-async def test_each_prompt_is_cut_and_echoed_as_it_was_cut(service: Service) -> None:
+async def test_each_prompt_is_truncated_and_echoed_truncated(service: Service) -> None:
     texts = ["the fox jumps over the dog", "the dog sleeps"]
     answer = (await service.complete(texts, truncate_prompt_tokens=2, echo=True, max_tokens=0, logprobs=0)).json()
     kept = [service.tokenizer.decode(service.tokenizer.encode(text)[-2:], False) for text in texts]
@@ -99,6 +99,6 @@ async def test_each_prompt_is_cut_and_echoed_as_it_was_cut(service: Service) -> 
 
 @BOTH
 @pytest.mark.parametrize("wrong", [0, -2, 257, 1.5, "3", True])
-async def test_no_other_lengths_are_kept(service: Service, path: str, wrong: Any) -> None:
+async def test_other_lengths_are_refused(service: Service, path: str, wrong: Any) -> None:
     response = await (service.chat if "chat" in path else service.complete)("x", truncate_prompt_tokens=wrong)
     check_refused(response, 400, "truncate_prompt_tokens")

@@ -1,4 +1,4 @@
-"""Releases of the chart with changed values, and parts of them."""
+"""Releases of the chart with changed values, and helpers that find their parts."""
 
 from __future__ import annotations
 

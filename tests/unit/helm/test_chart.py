@@ -1,4 +1,4 @@
-"""Single values change what they say in the chart's output, and the chart refuses wrong ones."""
+"""The effect of single values on the chart's output, and the chart's refusals of wrong values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CONFIGS = HELM.parent / "configs"
         ({"monitoring": {"serviceMonitor": True}}, "/monitoring/serviceMonitor"),
     ],
 )
-def test_values_that_mean_nothing_are_refused_by_name(changes: Object, said: str) -> None:
+def test_invalid_values_are_refused_by_name(changes: Object, said: str) -> None:
     with pytest.raises(helm_python.HelmError) as refusal:
         render(merged(values_of("cpu-demo"), changes))
     assert said in str(refusal.value)
@@ -80,12 +80,12 @@ def test_values_that_contradict_each_other_are_refused_with_a_reason(name: str, 
     assert said in str(refusal.value)
 
 
-def test_the_schema_of_values_is_the_one_that_the_code_gives() -> None:
+def test_the_schema_of_values_is_the_generated_one() -> None:
     written = runpy.run_path(str(HELM / "values_schema.py"))["text"]()
     assert (CHART / "values.schema.json").read_text() == written, "run: python helm/values_schema.py"
 
 
-def test_the_schema_has_every_value_that_has_a_default() -> None:
+def test_the_schema_has_every_value_with_a_default() -> None:
     properties = helm_python.Chart.load(CHART).schema["properties"]
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     assert set(properties) - set(defaults) == {"global"}
@@ -115,7 +115,7 @@ def test_gateways_read_their_keys_where_the_secret_is_mounted(own: str) -> None:
     assert file == Path(mount["mountPath"]) / volume["secret"]["items"][0]["path"]
 
 
-def test_without_keys_the_notes_say_that_everyone_may_call() -> None:
+def test_without_keys_the_notes_warn_that_every_client_may_call() -> None:
     assert "Everyone who reaches the gateways may use them" in example("cpu-demo").notes
     assert "Everyone" not in example("one-gpu").notes
 
@@ -128,7 +128,7 @@ def test_without_keys_the_notes_say_that_everyone_may_call() -> None:
         ({"enabled": False}, None),
     ],
 )
-def test_ray_asks_for_a_token_unless_told_otherwise(auth: Object, options: Object | None) -> None:
+def test_ray_requires_a_token_by_default(auth: Object, options: Object | None) -> None:
     assert rendered("cpu-demo", rayAuth=auth).cluster.get("authOptions") == options
 
 
@@ -174,7 +174,7 @@ def directives(config: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["hybrid", "external", "wide-ep"])
-def test_haproxy_takes_its_configuration(name: str, tmp_path: Path) -> None:
+def test_haproxy_accepts_its_configuration(name: str, tmp_path: Path) -> None:
     if shutil.which("haproxy") is None and not os.environ.get("CI"):
         pytest.skip("haproxy is not installed")
     file = tmp_path / "haproxy.cfg"
@@ -183,19 +183,19 @@ def test_haproxy_takes_its_configuration(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_balancer_is_the_one_that_is_shipped_for_other_places() -> None:
+def test_the_balancers_config_includes_the_shipped_haproxy_config() -> None:
     shipped = directives((CONFIGS / "load_balancer/haproxy.cfg").read_text())
     assert len(shipped) > 15
     assert shipped <= directives(balancer_config(example("hybrid")))
 
 
-def test_the_balancer_has_room_for_the_gateways_of_two_clusters() -> None:
+def test_the_balancer_has_server_slots_for_the_gateways_of_two_clusters() -> None:
     config = balancer_config(example("external"))
     for port in range(8000, 8004):
         assert f" 2 demo-baton-gateways.llm.svc.cluster.local:{port}" in config
 
 
-def test_a_network_policy_lets_in_what_is_needed() -> None:
+def test_a_network_policy_allows_the_needed_traffic() -> None:
     release = example("hybrid")
     (policy,) = release.all("NetworkPolicy").values()
     among, clients, operator, metrics = policy["spec"]["ingress"]
@@ -208,7 +208,7 @@ def test_a_network_policy_lets_in_what_is_needed() -> None:
     assert all(len(rule["from"]) == 1 for rule in (clients, operator, metrics))
 
 
-def test_a_network_policy_without_peers_lets_everyone_in() -> None:
+def test_a_network_policy_without_peers_allows_every_client() -> None:
     release = rendered("external", networkPolicy={"enabled": True})
     (policy,) = release.all("NetworkPolicy").values()
     assert ["from" in rule for rule in policy["spec"]["ingress"]] == [True, False, False, False]

@@ -1,4 +1,4 @@
-"""Pods of the chart: probes, how long they stay, the security standard, budgets, what each kind of them has."""
+"""Pods of the chart: probes, termination times, the security standard, disruption budgets, settings of each kind."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .chart_parts import containers, every_example, rendered, selects
 
 
 @every_example
-def test_no_pod_is_left_to_kuberays_probes_which_ask_for_serves_proxy(name: str) -> None:
+def test_every_pod_replaces_kuberays_probes_of_serves_proxy(name: str) -> None:
     for kind, container in containers(example(name)):
         assert {"livenessProbe", "readinessProbe"} <= container.keys(), kind
 
 
 @every_example
-def test_who_gets_requests_is_ready_when_its_gateway_can_serve(name: str) -> None:
+def test_a_pod_with_a_gateway_is_ready_when_the_gateway_can_serve(name: str) -> None:
     release = example(name)
     for kind, group in release.groups.items():
         path = group.container["readinessProbe"]["httpGet"]["path"]
@@ -27,13 +27,13 @@ def test_who_gets_requests_is_ready_when_its_gateway_can_serve(name: str) -> Non
 
 
 def drains_s(container: Object) -> int:
-    """Return how long Ray lets what is in a pod that is to end go elsewhere."""
+    """Return the time that Ray gives a terminating pod to drain, in seconds."""
     (seconds,) = (one["value"] for one in container["env"] if one["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")
     return int(seconds)
 
 
 @every_example
-def test_pods_with_gateways_stay_until_open_answers_have_ended(name: str) -> None:
+def test_pods_with_gateways_live_until_open_answers_have_ended(name: str) -> None:
     release = example(name)
     gateway = load_spec(release.application, needs_model=False).gateway
     for group in release.groups.values():
@@ -50,7 +50,7 @@ def test_pods_with_gateways_stay_until_open_answers_have_ended(name: str) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("timeout_s", [None, 5.0, 120.5])
 @every_example
-def test_pods_with_engines_stay_until_these_have_drained(name: str, timeout_s: float | None) -> None:
+def test_pods_with_engines_live_until_the_engines_have_drained(name: str, timeout_s: float | None) -> None:
     roles = values_of(name)["fleets"]
     release = rendered(
         name, fleets={} if timeout_s is None else {role: {"drain_timeout_s": timeout_s} for role in roles}
@@ -60,12 +60,12 @@ def test_pods_with_engines_stay_until_these_have_drained(name: str, timeout_s: f
     assert of_engines
     for kind, group in of_engines.items():
         longest_s = max(fleet.drain_timeout_s for role, fleet in fleets if kind in (role, "engines"))
-        assert drains_s(group.container) >= longest_s + LONGEST_S + SHUTDOWN_S  # what Serve gives a group to end
+        assert drains_s(group.container) >= longest_s + LONGEST_S + SHUTDOWN_S  # Serve's limit for the end of a group
 
 
 @every_example
 def test_pods_fit_the_restricted_standard_of_kubernetes(name: str) -> None:
-    """But for what the values themselves ask for."""
+    """Exceptions are only what the values themselves request."""
     release = example(name)
     volumes = {"emptyDir", "secret", "configMap", "persistentVolumeClaim"}
     own = {"IPC_LOCK"} if name in ("hybrid", "wide-ep") else set()
@@ -98,7 +98,7 @@ def test_disruption_budgets_keep_all_but_one_of_several_pods() -> None:
 
 
 @pytest.mark.parametrize("name", ["autoscaling", "hybrid", "wide-ep"])
-def test_a_disruption_budget_is_about_the_pods_of_its_kind_and_no_others(name: str) -> None:
+def test_a_disruption_budget_selects_only_the_pods_of_its_kind(name: str) -> None:
     release = rendered(name, pods={"head": {"minAvailable": 1}})
     labels = {kind: pod["metadata"]["labels"] for kind, pod in release.pods.items()}
     for kind, deployment in release.all("Deployment").items():
@@ -110,32 +110,32 @@ def test_a_disruption_budget_is_about_the_pods_of_its_kind_and_no_others(name: s
         assert [pod for pod, its in labels.items() if selects(selector, its)] == [kind]
 
 
-def test_autoscaling_gives_kinds_their_ranges_and_the_head_a_token() -> None:
+def test_autoscaling_sets_the_ranges_of_kinds_and_a_token_for_the_head() -> None:
     release = example("autoscaling")
     assert release.cluster["enableInTreeAutoscaling"] is True
     ranges = {kind: (group.spec["minReplicas"], group.spec["maxReplicas"]) for kind, group in release.groups.items()}
-    assert ranges == {"gateway": (3, 3), "prefill": (1, 4), "decode": (2, 8)}, "what the fleets may need"
+    assert ranges == {"gateway": (3, 3), "prefill": (1, 4), "decode": (2, 8)}, "the ranges must be those of the fleets"
     wider = rendered("autoscaling", pods={"decode": {"minReplicas": 0, "maxReplicas": 9}}).groups["decode"].spec
     assert (wider["minReplicas"], wider["maxReplicas"]) == (0, 9)
     tokens = {kind: pod["spec"]["automountServiceAccountToken"] for kind, pod in release.pods.items()}
     assert tokens == {"head": True, "gateway": False, "prefill": False, "decode": False}
 
 
-def test_rays_autoscaler_reads_what_pods_offer() -> None:
+def test_rays_autoscaler_can_read_the_resources_of_pods() -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resources
 
     params = example("wide-ep").groups["unified"].spec["rayStartParams"]
     assert _get_custom_resources({}, params, "unified") == {"baton_unified": 8}
 
 
-def test_the_applications_targets_reach_it_under_their_own_names() -> None:
+def test_autoscaling_targets_are_passed_to_the_application() -> None:
     application = example("autoscaling").application
     assert application["autoscaling"] == {"ttft_s": 1.0, "inter_token_s": 0.03}
     assert application["fleets"]["decode"]["max_replicas"] == 8
     assert "autoscaling" not in example("prefill-decode").application
 
 
-def test_without_autoscaling_pods_are_as_many_as_fleets_ever_need() -> None:
+def test_without_autoscaling_there_are_pods_for_the_largest_fleets() -> None:
     release = rendered("autoscaling", autoscaling={"enabled": False})
     assert {kind: group.replicas for kind, group in release.groups.items()} == {"gateway": 3, "prefill": 4, "decode": 8}
     assert "enableInTreeAutoscaling" not in release.cluster
@@ -143,7 +143,7 @@ def test_without_autoscaling_pods_are_as_many_as_fleets_ever_need() -> None:
         assert group.spec["minReplicas"] == group.spec["maxReplicas"] == group.replicas
 
 
-def test_the_heads_state_goes_to_redis() -> None:
+def test_the_state_of_the_head_is_stored_in_redis() -> None:
     options = example("wide-ep").cluster["gcsFaultToleranceOptions"]
     assert options["redisAddress"] == "redis://redis.databases:6379"
     assert options["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "baton-redis", "key": "redis-password"}
@@ -151,7 +151,7 @@ def test_the_heads_state_goes_to_redis() -> None:
     assert "gcsFaultToleranceOptions" not in example("cpu-demo").cluster
 
 
-def test_nothing_that_serves_is_placed_on_the_head() -> None:
+def test_the_head_has_no_resources_for_engines_and_gateways() -> None:
     params = example("cpu-demo").cluster["headGroupSpec"]["rayStartParams"]
     assert (params["num-cpus"], params["num-gpus"]) == ("0", "0")
 
@@ -159,7 +159,7 @@ def test_nothing_that_serves_is_placed_on_the_head() -> None:
 # --------------------------------------------------------------------------------------------------------------- pods
 
 
-def test_a_kinds_settings_are_over_those_of_all() -> None:
+def test_settings_of_a_kind_override_those_of_all_pods() -> None:
     release = rendered(
         "one-gpu",
         pods={
@@ -196,7 +196,7 @@ def test_a_kinds_settings_are_over_those_of_all() -> None:
 
 @every_example
 def test_every_pod_has_the_model_and_the_cache(name: str) -> None:
-    """The head as well: it builds the application, which reads config.json."""
+    """The head pod needs the model, too: it builds the application, which reads config.json."""
     source = values_of(name).get("modelVolume", {}).get("source")
     for kind, pod in example(name).pods.items():
         volumes = {volume.pop("name"): volume for volume in map(dict, pod["spec"]["volumes"])}
@@ -208,7 +208,7 @@ def test_every_pod_has_the_model_and_the_cache(name: str) -> None:
         assert {"name": "HF_HOME", "value": mounts["hub"]} in container["env"]
 
 
-def test_a_name_of_the_hub_comes_with_its_token_mirror_and_revision() -> None:
+def test_a_model_of_the_hub_has_its_token_mirror_and_revision() -> None:
     hub = {"existingSecret": "hugging-face", "endpoint": "https://mirror.example", "offline": True}
     release = rendered("one-gpu", hub=hub, revision="v1")
     assert (release.application["model"], release.application["revision"]) == ("Qwen/Qwen3-8B", "v1")
@@ -221,7 +221,7 @@ def test_a_name_of_the_hub_comes_with_its_token_mirror_and_revision() -> None:
         assert {"HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"}.isdisjoint(entry["name"] for entry in container["env"])
 
 
-def test_fleets_share_pods_where_asked_to() -> None:
+def test_fleets_share_pods_on_request() -> None:
     release = rendered("hybrid", layout="together", pods={"engines": {"replicas": 4}})
     engines = release.groups["engines"]
     assert engines.replicas == 4
@@ -232,7 +232,7 @@ def test_fleets_share_pods_where_asked_to() -> None:
     }
 
 
-def test_ranks_that_share_a_gpu_ask_for_whole_ones() -> None:
+def test_pods_of_ranks_that_share_gpus_request_whole_gpus() -> None:
     release = rendered("prefill-decode", fleets={"prefill": {"num_gpus": 0.5}, "decode": {"num_gpus": 0.5}})
     assert release.groups["engines"].offers["GPU"] == 1
     assert release.application["fleets"]["decode"]["num_gpus"] == 0.5
@@ -245,7 +245,7 @@ def test_names_stay_short_enough_for_what_kuberay_appends() -> None:
     assert len(service) <= 40
 
 
-def test_a_model_is_called_what_the_notes_say() -> None:
+def test_the_notes_name_the_model_as_it_is_served() -> None:
     assert "serves baton-demo as RayService demo-baton" in example("cpu-demo").notes
     assert "serves Qwen/Qwen3-8B as RayService" in rendered("one-gpu", model_id="").notes
     assert "Ranks of unified share a model's layers across pods" in rendered("tp8-node", gpusPerNode=4).notes

@@ -1,4 +1,4 @@
-"""Every example of values makes objects that Kubernetes takes and an application that starts."""
+"""Every example of values renders objects that Kubernetes accepts and an application that starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.cluster.spec import FleetSpec, load_spec
 from ...helpers.charts import CHART, EXAMPLES, HELM, example, rayservice_problems, render, values_of
 
 KUBERNETES = "1.30"
-OTHERS = ("RayService", "ServiceMonitor", "PodMonitor", "PrometheusRule")  # of operators
+OTHERS = ("RayService", "ServiceMonitor", "PodMonitor", "PrometheusRule")  # custom resources of operators
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 
 # example: kind of pods: (how many, GPUs of each, gateways in each)
@@ -41,7 +41,7 @@ def spec_of(name: str) -> FleetSpec:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [None, *EXAMPLES])
-def test_helm_finds_nothing_to_complain_about(name: str | None) -> None:
+def test_helm_lint_has_no_complaints(name: str | None) -> None:
     report = helm_python.lint(CHART, values_of(name) if name else {}, strict=True)
     information = 1
     assert report["errors"] == []
@@ -50,7 +50,7 @@ def test_helm_finds_nothing_to_complain_about(name: str | None) -> None:
 
 @pytest.mark.exhaustive
 @every_example
-def test_the_rayservice_fits_its_definition(name: str) -> None:
+def test_the_rayservice_fits_its_custom_resource_definition(name: str) -> None:
     (service,) = example(name).all("RayService").values()
     assert rayservice_problems(service) == []
 
@@ -66,7 +66,7 @@ def test_a_field_that_kuberay_does_not_know_would_be_found() -> None:
 
 
 @every_example
-def test_everything_else_fits_kubernetes(name: str) -> None:
+def test_all_other_objects_fit_kubernetes(name: str) -> None:
     objects = [entry for entry in example(name).objects if entry["kind"] not in OTHERS]
     assert len(objects) >= 3
     for entry in objects:
@@ -74,7 +74,7 @@ def test_everything_else_fits_kubernetes(name: str) -> None:
 
 
 @every_example
-def test_pods_are_as_many_as_the_fleets_need(name: str) -> None:
+def test_the_number_of_pods_is_what_the_fleets_need(name: str) -> None:
     groups = example(name).groups
     assert {kind: (group.replicas, group.offers["GPU"], group.gateways) for kind, group in groups.items()} == LAYOUT[
         name
@@ -83,7 +83,7 @@ def test_pods_are_as_many_as_the_fleets_need(name: str) -> None:
 
 @every_example
 def test_ray_finds_a_place_for_every_rank(name: str) -> None:
-    """Pods that are full of ranks, each with a control plane, have CPUs and GPUs for all, and places for as many."""
+    """Pods have CPUs, GPUs and marker resources for all of their ranks, each with a control plane."""
     spec, groups = spec_of(name), example(name).groups.values()
     for role in spec.fleets.present:
         places = sum(group.spec["maxReplicas"] * group.offers.get(f"baton_{role}", 0) for group in groups)
@@ -103,8 +103,8 @@ def test_pods_ask_kubernetes_for_the_gpus_that_they_offer_to_ray(name: str) -> N
 
 
 @every_example
-def test_gateways_have_their_ports_where_their_ranks_are(name: str) -> None:
-    """As the application would place them: one a pod, or one a rank that leads a group."""
+def test_pods_have_the_ports_of_their_gateways(name: str) -> None:
+    """Ports follow the placement of gateways: one in a pod, or one for each rank that leads a group."""
     spec = spec_of(name)
     for kind, group in example(name).groups.items():
         leaders = sum(
@@ -125,7 +125,7 @@ def test_gateways_have_their_ports_where_their_ranks_are(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_baton_check_takes_every_application(tmp_path: Path) -> None:
+def test_baton_check_accepts_every_application(tmp_path: Path) -> None:
     files = []
     for name in EXAMPLES:
         files.append(tmp_path / f"{name}.yaml")
@@ -137,7 +137,7 @@ def test_baton_check_takes_every_application(tmp_path: Path) -> None:
 
 
 @every_example
-def test_the_application_is_what_the_values_say(name: str) -> None:
+def test_the_application_follows_the_values(name: str) -> None:
     given, application = values_of(name), example(name).application
     assert application["model"] == given["model"]
     assert application["engine"] == given["engine"]
@@ -159,7 +159,7 @@ def test_without_values_there_is_one_engine_with_the_demo_model() -> None:
     assert "serves model as RayService demo-baton" in release.notes
 
 
-def test_the_job_that_fetches_a_model_puts_it_where_the_example_looks() -> None:
+def test_the_download_job_stores_the_model_where_the_example_reads_it() -> None:
     job, values = yaml.safe_load((HELM / "fetch-model.yaml").read_text()), values_of("one-gpu")
     kubernetes_validate.validate(job, KUBERNETES, strict=True)
     pod = job["spec"]["template"]["spec"]
@@ -173,7 +173,7 @@ def test_the_job_that_fetches_a_model_puts_it_where_the_example_looks() -> None:
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
 
 
-def test_the_image_has_the_ray_that_the_values_name() -> None:
+def test_the_image_has_the_ray_version_of_the_values() -> None:
     image, values = (HELM / "image/Dockerfile").read_text(), yaml.safe_load((CHART / "values.yaml").read_text())
     (version,) = re.findall(r"^ARG RAY_VERSION=(\S+)$", image, re.MULTILINE)
     assert version == values["rayVersion"]

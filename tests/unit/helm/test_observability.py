@@ -1,4 +1,4 @@
-"""Dashboard and alerts ask for what processes export, and the chart installs them."""
+"""The dashboard and the alerts query only exported metrics, and the chart installs both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ...helpers.charts import CHART, example, values_of
 OBSERVABILITY = Path(__file__).parents[3] / "configs/observability"
 DASHBOARD = json.loads((OBSERVABILITY / "grafana_dashboard.json").read_text())
 RULES = yaml.safe_load((OBSERVABILITY / "rules.yaml").read_text())
-SCRAPED = {"job", "namespace", "instance"}  # labels that Prometheus gives
+SCRAPED = {"job", "namespace", "instance"}  # labels that Prometheus adds
 
 
 def dashboard_queries() -> dict[str, str]:
@@ -61,7 +61,7 @@ LANE = PeerLane(engine_id="p", transport="nixl/UCX", bytes_per_s=1e9, is_slow=Fa
 
 
 def application_metrics(gateway: GatewayMetrics, tiers: TierStats, transfers: TransferStats) -> str:
-    """The text of a scrape of an application with one gateway and one engine."""
+    """Return the scraped text of an application with one gateway and one engine."""
     absent = ("num_late_compilations", "experts", "tiers", "step_times", "speculation")
     counts = {name: 0 for name in EngineStats.__struct_fields__ if name not in absent}
     status = Status(1, EngineStats(**counts, tiers=tiers, speculation=SpeculationStats(1, 2, 1, [1, 0])), transfers)
@@ -79,7 +79,7 @@ def gateway_metrics() -> GatewayMetrics:
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """Every sample that a scrape has, with its labels (`le` and `quantile` apart)."""
+    """Return the labels of every sample in a scrape, by name."""
     metrics = gateway_metrics()
     metrics.finished.labels("m", "stop").inc()
     metrics.paths.labels("unified", "least-loaded").inc()
@@ -116,7 +116,7 @@ def selectors(query: str) -> Iterator[promql_parser.VectorSelector]:
 
 
 @pytest.mark.parametrize("name", QUERIES)
-def test_a_query_asks_for_metrics_and_labels_that_are_exported(name: str, exported: dict[str, set[str]]) -> None:
+def test_a_query_uses_only_exported_metrics_and_labels(name: str, exported: dict[str, set[str]]) -> None:
     grouped = {
         label.strip() for labels in re.findall(r"\b(?:by|on) \(([^)]*)\)", QUERIES[name]) for label in labels.split(",")
     }
@@ -136,8 +136,8 @@ def test_every_metric_is_in_a_panel(exported: dict[str, set[str]]) -> None:
 
 
 @pytest.mark.parametrize("name", QUERIES)
-def test_an_engine_is_one_series_whichever_gateway_was_scraped(name: str, exported: dict[str, set[str]]) -> None:
-    """The gateway that answers for it, and with it `instance`, may be another one than a moment ago."""
+def test_an_engine_is_one_series_with_any_scraped_gateway(name: str, exported: dict[str, set[str]]) -> None:
+    """Each scrape may show the engine by another gateway, so `instance` changes and queries must aggregate over it."""
     aggregations: list[promql_parser.AggregateExpr] = []
 
     def enter(node: promql_parser.Expr) -> None:
@@ -155,7 +155,7 @@ def test_an_engine_is_one_series_whichever_gateway_was_scraped(name: str, export
     promql_parser.walk(promql_parser.parse(QUERIES[name]), enter, leave)
 
 
-def test_variables_of_the_dashboard_are_labels_that_exist(exported: dict[str, set[str]]) -> None:
+def test_variables_of_the_dashboard_are_existing_labels(exported: dict[str, set[str]]) -> None:
     asked = [variable["definition"] for variable in DASHBOARD["templating"]["list"] if "definition" in variable]
     assert len(asked) == 2
     for definition in asked:
@@ -185,8 +185,8 @@ def test_alerts_say_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, expr in ALERTS.items() if "increase(" in expr or "expired" in expr])
-def test_what_has_never_happened_is_told_so_that_its_first_time_counts(name: str) -> None:
-    """Prometheus knows no rate of a series that has one value: it must be there before the event."""
+def test_counters_in_alerts_are_exported_as_zero_before_the_first_event(name: str) -> None:
+    """Prometheus computes no increase from a single value, so a series must exist before its first event."""
     text = application_metrics(gateway_metrics(), TierStats(), TransferStats())
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     for selector in selectors(ALERTS[name]):
@@ -197,12 +197,12 @@ def test_what_has_never_happened_is_told_so_that_its_first_time_counts(name: str
         assert set(of_it) == {0.0}
 
 
-def test_every_alert_is_explained() -> None:
+def test_every_alert_is_documented() -> None:
     page = (OBSERVABILITY.parents[1] / "docs/operate/monitoring.md").read_text()
     assert re.findall(r"^\| `(Baton\w+)`", page, re.MULTILINE) == list(ALERTS)
 
 
-def test_every_metric_is_explained(exported: dict[str, set[str]]) -> None:
+def test_every_metric_is_documented(exported: dict[str, set[str]]) -> None:
     pages = "".join(page.read_text() for page in (OBSERVABILITY.parents[1] / "docs").rglob("*.md"))
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported}
     assert sorted(name for name in families if f"`{name}" not in pages) == []
@@ -215,7 +215,7 @@ def installed(chart: Path) -> dict[str, str]:
 
 
 def test_a_packaged_chart_holds_the_files_that_it_links_to(tmp_path: Path) -> None:
-    """The rules and the dashboard are in `configs/observability` alone."""
+    """The chart has links to the rules and the dashboard, which are stored only in `configs/observability`."""
     package = Path(helm_python.package(CHART, destination=tmp_path))
     with tarfile.open(package) as archive:
         for inside, name in (("rules.yaml", "rules.yaml"), ("dashboard.json", "grafana_dashboard.json")):
@@ -227,10 +227,10 @@ def test_a_packaged_chart_holds_the_files_that_it_links_to(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("file", ["rules.yaml", "dashboard.json"])
-def test_a_checkout_without_links_is_told_what_to_do(tmp_path: Path, file: str) -> None:
+def test_the_error_of_a_checkout_without_links_says_what_to_do(tmp_path: Path, file: str) -> None:
     chart = shutil.copytree(CHART, tmp_path / "baton", symlinks=False)
     assert installed(chart) == installed(CHART)
-    (chart / "files" / file).write_text(os.readlink(CHART / "files" / file))  # as git writes it then
+    (chart / "files" / file).write_text(os.readlink(CHART / "files" / file))  # as git does without links
     with pytest.raises(helm_python.HelmError, match=f"files/{file} is a symbolic link .* core.symlinks true"):
         installed(chart)
 
@@ -245,7 +245,7 @@ def test_the_chart_installs_the_dashboard_and_the_alerts() -> None:
 
 
 @pytest.mark.parametrize("name", ["wide-ep", "external", "prefill-decode"])
-def test_prometheus_is_sent_to_one_gateway_of_each_pod_which_answers_for_its_pod(name: str) -> None:
+def test_prometheus_scrapes_one_gateway_of_each_pod_for_the_whole_pod(name: str) -> None:
     release = example(name)
     (monitor,) = release.all("ServiceMonitor").values()
     services = release.all("Service").values()
@@ -253,10 +253,10 @@ def test_prometheus_is_sent_to_one_gateway_of_each_pod_which_answers_for_its_pod
     (service,) = (service for service in services if wanted <= service["metadata"]["labels"].items())
     assert service["spec"]["clusterIP"] == "None"
     (endpoint,) = monitor["spec"]["endpoints"]
-    assert endpoint["port"] == service["spec"]["ports"][0]["name"], "the first gateway of a pod listens there"
+    assert endpoint["port"] == service["spec"]["ports"][0]["name"], "this must be the port of a pod's first gateway"
     assert (endpoint["path"], endpoint["params"]) == ("/metrics", {"scope": ["node"]})
 
 
-def test_nothing_of_the_prometheus_operator_is_installed_unasked() -> None:
+def test_objects_of_the_prometheus_operator_are_installed_only_on_request() -> None:
     kinds = {entry["kind"] for entry in example("cpu-demo").objects}
     assert kinds == {"RayService", "Service", "ServiceAccount"}

@@ -1,4 +1,4 @@
-"""A model of which only its config is there."""
+"""A model folder that holds only the config."""
 
 from __future__ import annotations
 

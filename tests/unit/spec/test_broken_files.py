@@ -1,4 +1,4 @@
-"""Files that cannot work: `baton check` and `baton plan` say in one line where, what was given, and what is allowed."""
+"""Broken config files: `baton check` and `baton plan` print one line with the place, the value, and what is allowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ONE = f"model: {MODEL}\nfleets: {{unified: {{}}}}\n"
 
 
 def application(name: str, fleets: str) -> str:
-    """Make one application of a Serve config file."""
+    """Return one application of a Serve config file, as YAML."""
     return f"- name: {name}\n  import_path: baton.cluster.app:build_app\n  args: {{model: {MODEL}, fleets: {fleets}}}\n"
 
 
@@ -94,7 +94,7 @@ NO_APPLICATIONS = {
 
 
 def run(command: str, file: Path) -> Result:
-    """Nothing but a message and an exit code leaves the command."""
+    """Run a command, and check that it ends with an exit code and not with an exception."""
     done = CliRunner().invoke(app, [command, str(file)], env={"COLUMNS": "200"})
     assert done.exception is None or isinstance(done.exception, SystemExit)
     return done
@@ -115,7 +115,7 @@ def written(folder: Path, content: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("content", "said"), NO_YAML.items(), ids=lambda text: text[:24])
-def test_what_cannot_be_read_is_refused_with_the_place(tmp_path: Path, content: str, said: str) -> None:
+def test_invalid_yaml_is_refused_with_the_place(tmp_path: Path, content: str, said: str) -> None:
     check_it_is_refused(written(tmp_path, content), said)
 
 
@@ -133,7 +133,7 @@ model: {MODEL}
 """
 
 
-def test_anchors_that_are_merged_over_several_levels_say_what_is_nearest(tmp_path: Path) -> None:
+def test_of_values_merged_over_several_levels_the_nearest_counts(tmp_path: Path) -> None:
     (spec,) = specs_in_file(written(tmp_path, ANCHORED)).values()
     assert [(fleet.replicas, fleet.num_cpus) for fleet in spec.fleets.present.values()] == [(1, 0.1), (3, 0.1)]
     assert [spec.engine_config(role).max_num_seqs for role in spec.fleets.present] == [8, 16]
@@ -155,11 +155,11 @@ def test_what_is_wrong_is_named_with_what_was_given_and_what_is_allowed(
 
 
 @pytest.mark.parametrize(("content", "said"), NO_APPLICATIONS.items(), ids=lambda text: text[:40])
-def test_a_serve_config_without_an_application_of_ours_is_refused(tmp_path: Path, content: str, said: str) -> None:
+def test_a_serve_config_without_a_baton_application_is_refused(tmp_path: Path, content: str, said: str) -> None:
     check_it_is_refused(written(tmp_path, content), said)
 
 
-def test_of_several_applications_each_problem_names_its_own(tmp_path: Path) -> None:
+def test_each_problem_names_its_application(tmp_path: Path) -> None:
     first = application("a", "{unified: {replicas: 0}}")
     second = application("b", "{decode: {}}")
     check_it_is_refused(
@@ -175,7 +175,7 @@ def test_two_applications_of_one_name_are_refused(tmp_path: Path) -> None:
     check_it_is_refused(written(tmp_path, f"applications:\n{twice}"), said)
 
 
-def test_more_ranks_than_anybody_has_are_refused_before_they_are_placed(tmp_path: Path) -> None:
+def test_too_many_ranks_are_refused_before_they_are_placed(tmp_path: Path) -> None:
     allowed = "and may have 16384: give fewer replicas or smaller groups (tensor_parallel_size, data_parallel_size)"
     for content in (
         "fleets: {unified: {replicas: 1000000}}",
@@ -185,7 +185,7 @@ def test_more_ranks_than_anybody_has_are_refused_before_they_are_placed(tmp_path
         check_it_is_refused(written(tmp_path, f"model: {MODEL}\n{content}"), said)
 
 
-def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
+def test_paths_that_are_no_text_file_are_refused(tmp_path: Path) -> None:
     wanted = "Give a config file, such as those in configs/serve; it names the model, or"
     for path, reason in ((tmp_path / "Qwen/Qwen3-0.6B", "No such file or directory"), (tmp_path, "Is a directory")):
         check_it_is_refused(path, f"cannot be read: {reason}. {wanted} --model of `baton plan` does")
@@ -195,7 +195,7 @@ def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", ["secret", "[123, [secret]]"])
-def test_what_is_wrong_with_api_keys_is_said_without_them(tmp_path: Path, keys: str) -> None:
+def test_errors_about_api_keys_do_not_show_the_keys(tmp_path: Path, keys: str) -> None:
     done = run("check", written(tmp_path, f"{ONE}gateway: {{api_keys: {keys}}}"))
     assert done.exit_code == 1
     assert "gateway.api_keys" in done.output
@@ -204,13 +204,13 @@ def test_what_is_wrong_with_api_keys_is_said_without_them(tmp_path: Path, keys: 
 
 
 @pytest.mark.parametrize("provider", ["3", "{}", "[]"])
-def test_machines_of_no_provider_are_refused_in_our_words(tmp_path: Path, provider: str) -> None:
+def test_the_refusal_of_an_unknown_provider_is_batons_own(tmp_path: Path, provider: str) -> None:
     done = run("check", written(tmp_path, f"cluster_name: x\nprovider: {provider}\n"))
     assert done.exit_code == 1
     assert "provider: give `type: local`, `aws`" in done.output
 
 
-def test_what_ray_refuses_is_told_once(tmp_path: Path) -> None:
+def test_an_error_of_ray_is_printed_once(tmp_path: Path) -> None:
     file = written(tmp_path, "cluster_name: x\nprovider: {type: local}\nauth: {ssh_user: u}\n")
     done = run("check", file)
     (line,) = done.output.splitlines()
@@ -221,7 +221,7 @@ def test_what_ray_refuses_is_told_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [("--gpu-memory", "inf"), ("--gpu-memory", "nan"), ("--load", "inf"), ("--nodes", "0")]
 )
-def test_machines_that_nobody_has_are_no_plan(words: tuple[str, str]) -> None:
+def test_impossible_machines_are_refused(words: tuple[str, str]) -> None:
     done = CliRunner().invoke(app, ["plan", str(MODEL.parents[1] / "serve/demo.yaml"), *words])
     assert done.exit_code == 2
     assert words[0] in done.output

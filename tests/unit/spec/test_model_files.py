@@ -1,4 +1,4 @@
-"""A damaged model folder: `baton check` and `baton serve` say what is wrong with it, before anything starts."""
+"""Damaged model folders: `baton check` and `baton serve` name the damage before anything starts."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damage_is_told_before_anything_starts(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damage_is_reported_before_anything_starts(
+    folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[object] = []
     monkeypatch.setattr(serve, "run", lambda *given, **_: started.append(given) or 0)
     do, told = DAMAGES[damage]
@@ -128,8 +130,8 @@ def test_a_damage_is_told_before_anything_starts(folder: Path, damage: str, monk
         assert "Traceback" not in output
 
 
-def test_tensors_are_accounted_for_by_a_process_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`baton serve` starts Ray meanwhile, and deploys nothing before it has ended."""
+def test_a_separate_process_checks_the_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`baton serve` starts Ray at the same time, and deploys nothing before the check has ended."""
     started: list[Path] = []
     monkeypatch.setattr(serve, "run", lambda *_, unchecked_weights: started.append(unchecked_weights) or 0)
     without_a_tensor(folder)
@@ -144,12 +146,12 @@ def test_tensors_are_accounted_for_by_a_process_of_their_own(folder: Path, monke
 
 
 def _checks_weights(process: Process) -> bool:
-    """Return whether a process is a `WeightsCheck`: other tests of this process may have started some, too."""
+    """Return whether a process is that of a `WeightsCheck`: other tests may have left child processes, too."""
     command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
     return WeightsCheck.__module__.encode() in command
 
 
-def test_a_check_of_weights_that_hangs_holds_up_nobody_who_stops(folder: Path) -> None:
+def test_a_hanging_check_of_weights_does_not_delay_a_stop(folder: Path) -> None:
     stop = threading.Event()
     stop.set()
     with WeightsCheck(folder) as check:
@@ -161,14 +163,14 @@ def test_a_check_of_weights_that_hangs_holds_up_nobody_who_stops(folder: Path) -
     assert not [process for process in begun if process.alive()]
 
 
-def test_a_check_of_weights_that_breaks_off_is_no_consent(folder: Path) -> None:
+def test_a_killed_check_of_weights_is_an_error(folder: Path) -> None:
     with WeightsCheck(folder) as check:
         kill(filter(_checks_weights, descendants(os.getpid())))
         with pytest.raises(RuntimeError, match="exit code -9"):
             check.wait(threading.Event())
 
 
-def test_what_comes_before_ray_loads_no_torch() -> None:
+def test_the_code_that_runs_before_ray_imports_no_torch() -> None:
     code = (
         "import sys; from baton.cluster.cli.options import ServeOptions; from baton.cluster.cli import main, serve;"
         "from baton.cluster.planning.model_checks import check_headers, check_model;"
@@ -180,14 +182,14 @@ def test_what_comes_before_ray_loads_no_torch() -> None:
     assert done.stdout.split() == ["[]"]
 
 
-def test_a_whole_folder_is_fine_and_no_tensor_of_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_folder_passes_and_no_tensor_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
     monkeypatch.setattr(serve, "run", lambda *given, **_: started.append(given) or 0)
     for file in folder.glob("*.safetensors"):
         header_bytes = 8 + int.from_bytes(file.read_bytes()[:8], "little")
         size = file.stat().st_size
         cut_off(file, header_bytes)
-        cut_off(file, size)  # zeros, where weights were
+        cut_off(file, size)  # fill the file with zeros
     done = baton("check", application(folder))
     assert (done.exit_code, "is fine" in done.output) == (0, True), done.output
     assert baton("serve", "--config", application(folder)).exit_code == 0
@@ -196,12 +198,12 @@ def test_a_whole_folder_is_fine_and_no_tensor_of_it_is_read(folder: Path, monkey
         check.wait(threading.Event())
 
 
-def test_dummy_weights_need_none(folder: Path) -> None:
+def test_dummy_weights_need_no_weight_files(folder: Path) -> None:
     as_bin(folder)
     assert baton("check", application(folder, "{load_format: dummy}")).exit_code == 0
 
 
-def test_two_problems_are_told_at_once(folder: Path) -> None:
+def test_two_problems_are_reported_at_once(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     without_a_tensor(folder)
     output = baton("check", application(folder)).output
@@ -209,13 +211,13 @@ def test_two_problems_are_told_at_once(folder: Path) -> None:
     assert "tokenizer.json" in output
 
 
-def test_a_folder_without_weights_is_enough_to_check_the_rest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_weights_the_other_checks_still_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in folder.glob("model*"):
         file.unlink()
     done = baton("check", application(folder))
     assert done.exit_code == 0
     assert "not checked: the weights and the tokenizer of" in " ".join(done.output.split())
-    monkeypatch.setattr(serve, "run", lambda *_, **__: pytest.fail("it starts"))
+    monkeypatch.setattr(serve, "run", lambda *_, **__: pytest.fail("the application must not start"))
     served = baton("serve", "--config", application(folder))
     assert served.exit_code == 2
     assert "no *.safetensors files" in " ".join(served.output.replace("│", " ").split())

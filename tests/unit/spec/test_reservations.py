@@ -1,4 +1,4 @@
-"""The resources that an application reserves of a cluster, and the message where they are not there."""
+"""The resources that an application reserves from a cluster, and the message if they are missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from baton.cluster.spec import load_spec
         ({"num_gpus": 0}, "auto", 8, 0),
     ],
 )
-def test_an_engine_reserves_a_gpu_where_there_are_any(
+def test_an_engine_reserves_a_gpu_if_the_cluster_has_any(
     model: str, fleet: dict[str, Any], device: str, cluster_gpus: float, expected: float
 ) -> None:
     spec = load_spec({"model": model, "engine": {"device": device}, "fleets": {"unified": fleet}})
@@ -51,13 +51,13 @@ def test_every_rank_of_every_group_reserves_a_gpu(model: str) -> None:
     assert [spec.first_rank(role) for role in (Role.PREFILL, Role.DECODE)] == [0, 2]
 
 
-def test_a_fleet_for_whose_marker_there_is_no_node_is_named(model: str) -> None:
+def test_a_fleet_whose_marker_resource_is_on_no_node_is_named(model: str) -> None:
     spec = load_spec({"model": model, "fleets": {"unified": {"resources": {"fast_node": 0.001, "places": 1}}}})
     assert spec.missing_markers({"fast_node": 1.0}) == ""
     assert "fleets.unified.resources: no node has fast_node" in spec.missing_markers({"CPU": 8.0, "places": 8.0})
 
 
-def test_the_first_bundle_of_a_group_has_room_for_its_control_plane(model: str) -> None:
+def test_the_first_bundle_of_a_group_includes_its_control_plane(model: str) -> None:
     fleets = {
         "prefill": {
             "num_cpus": 0.7,
@@ -73,7 +73,7 @@ def test_the_first_bundle_of_a_group_has_room_for_its_control_plane(model: str) 
     assert spec.bundles_of(Role.DECODE, 8) == [{"CPU": 0.101}]
 
 
-def test_engines_for_which_there_is_no_room_are_named_with_what_they_lack(model: str) -> None:
+def test_missing_capacity_names_the_resources_that_are_short(model: str) -> None:
     fleets = {"prefill": {"replicas": 2, "num_cpus": 0.9}, "decode": {"num_cpus": 0.9, "resources": {"fast": 1}}}
     spec = load_spec({"model": model, "engine": {"device": "cpu"}, "fleets": fleets})
     assert spec.missing_capacity({"CPU": 3.0, "fast": 1.0}, {"CPU": 4.0, "fast": 1.0}) == ""
@@ -83,13 +83,13 @@ def test_engines_for_which_there_is_no_room_are_named_with_what_they_lack(model:
 
 
 @pytest.mark.parametrize(("mode", "gateways"), [("internal", 1), ("hybrid", 3), ("external", 6)])
-def test_there_are_as_many_gateways_as_the_mode_says(model: str, mode: str, gateways: int) -> None:
+def test_the_number_of_gateways_follows_from_the_mode(model: str, mode: str, gateways: int) -> None:
     fleets = {"prefill": {}, "decode": {"replicas": 2, "engine": {"data_parallel_size": 2}}, "unified": {"replicas": 2}}
     spec = load_spec({"model": model, "load_balancing": mode, "fleets": fleets})
     assert spec.num_gateways(nodes=3) == gateways
 
 
-def test_a_fleet_that_is_scaled_has_the_ranks_that_it_may_ever_have(model: str) -> None:
+def test_an_autoscaled_fleet_has_the_ranks_of_its_largest_size(model: str) -> None:
     fleets = {"prefill": {"min_replicas": 0, "max_replicas": 3}, "decode": {"replicas": 2}}
     spec = load_spec({"model": model, "fleets": fleets, "autoscaling": {"downscale_delay_s": 9}})
     assert [spec.num_ranks(role) for role in (Role.PREFILL, Role.DECODE)] == [3, 2]
@@ -101,12 +101,12 @@ def test_a_fleet_that_is_scaled_has_the_ranks_that_it_may_ever_have(model: str) 
         Role.DECODE: (2, 2),
     }
     assert plan.downscale_to_zero_delay_s == 9
-    assert not spec.scales_from_zero, "decode engines can read the first prompt, too"
+    assert not spec.scales_from_zero, "decode engines can compute the first prompt"
     fleets["decode"] = {"min_replicas": 0, "max_replicas": 2}
     assert load_spec({"model": model, "fleets": fleets, "autoscaling": {}}).scales_from_zero
 
 
-def test_a_fleet_starts_with_as_many_as_it_says(model: str) -> None:
+def test_an_autoscaled_fleet_starts_with_its_replicas(model: str) -> None:
     fleets = {"unified": {"min_replicas": 1, "max_replicas": 3, "replicas": 2}}
     spec = load_spec({"model": model, "fleets": fleets, "autoscaling": {}})
     assert spec.fleets.present[Role.UNIFIED].first_replicas == 2

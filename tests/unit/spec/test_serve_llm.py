@@ -1,4 +1,4 @@
-"""Applications that are described as for Ray Serve LLM."""
+"""Applications that are described by the configuration of Ray Serve LLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_minimal_configuration_is_one_engine_of_the_model() -> None:
     assert spec.fleets.present[Role.UNIFIED].replicas == 1
 
 
-def test_each_part_reaches_the_setting_that_means_the_same() -> None:
+def test_each_part_becomes_the_equivalent_setting() -> None:
     args = args_of(
         accelerator_type="H200",
         engine_kwargs={"tensor_parallel_size": 2, "max_num_seqs": 32},
@@ -54,7 +54,7 @@ def test_each_part_reaches_the_setting_that_means_the_same() -> None:
 
 
 class LLMConfig(BaseModel):
-    """Like Ray's own class, which cannot be imported without vLLM: a pydantic model with defaults."""
+    """A stand-in for Ray's class, which cannot be imported without vLLM: a pydantic model with defaults."""
 
     model_loading_config: dict[str, Any]
     engine_kwargs: dict[str, Any] = {}
@@ -63,7 +63,7 @@ class LLMConfig(BaseModel):
     runtime_env: dict[str, Any] | None = None
 
 
-def test_an_object_is_taken_with_what_was_set_on_it() -> None:
+def test_an_object_is_read_with_the_fields_that_were_set() -> None:
     config = LLMConfig(
         model_loading_config={"model_id": "demo", "model_source": DEMO},
         engine_kwargs={"max_model_len": 512},
@@ -89,7 +89,7 @@ def test_an_object_is_taken_with_what_was_set_on_it() -> None:
         ({"deployment_config": 3}, "llm_configs.0.deployment_config: must be a mapping, not int"),
     ],
 )
-def test_what_would_change_what_is_served_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_unsupported_settings_that_would_change_the_service_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidSpec) as refused:
         args_of(**changes)
     assert said in str(refused.value)
@@ -110,7 +110,7 @@ def test_two_models_are_two_applications() -> None:
         ({"placement_group_config": {"bundles": [{"CPU": 1}], "strategy": "SPREAD"}}, "strategy"),
     ],
 )
-def test_what_baton_decides_itself_is_left_out_and_named(
+def test_settings_that_baton_decides_itself_are_ignored_with_a_warning(
     caplog: pytest.LogCaptureFixture, changes: dict[str, Any], named: str
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -118,7 +118,7 @@ def test_what_baton_decides_itself_is_left_out_and_named(
     assert named in caplog.text
 
 
-def test_what_the_ingress_is_told_beside_its_number_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_ingress_settings_apart_from_the_number_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         application_args({"llm_configs": [llm_config()], "ingress_deployment_config": {"max_ongoing_requests": 9}})
     assert "max_ongoing_requests" in caplog.text

@@ -33,7 +33,7 @@ def test_a_fleet_overrides_the_arguments_of_all_engines(model: str) -> None:
     assert [spec.engine_config(role).max_num_seqs for role in (Role.PREFILL, Role.DECODE)] == [8, 4]
 
 
-def test_none_in_a_fleet_is_the_default_and_not_what_all_engines_have(model: str) -> None:
+def test_none_in_a_fleet_means_the_default_and_not_the_common_argument(model: str) -> None:
     fleets = {"prefill": {}, "decode": {"engine": {"max_num_seqs": None, "seed": None}}}
     spec = load_spec({"model": model, "engine": {"max_num_seqs": 8, "seed": None}, "fleets": fleets})
     again = load_spec(spec.model_dump(mode="json", exclude_unset=True))
@@ -43,7 +43,7 @@ def test_none_in_a_fleet_is_the_default_and_not_what_all_engines_have(model: str
 
 
 def test_engine_arguments_that_need_each_other_may_be_given_in_two_places(model: str) -> None:
-    """As all of an application, or as those of one of its engines: they are checked together."""
+    """Arguments of the application and of one fleet are merged before they are checked."""
     fleets = {"prefill": {}, "decode": {"engine": {"enable_eplb": True}}}
     spec = load_spec({"model": model, "engine": {"enable_expert_parallel": True}, "fleets": fleets})
     assert spec.engine_config(Role.DECODE).enable_eplb
@@ -51,7 +51,7 @@ def test_engine_arguments_that_need_each_other_may_be_given_in_two_places(model:
         load_spec({"model": model, "fleets": fleets})
 
 
-def test_arguments_of_vllm_that_change_nothing_are_dropped(model: str) -> None:
+def test_vllm_arguments_without_effect_are_dropped(model: str) -> None:
     spec = load_spec(pair(model=model, engine={"swap_space": 4, "max_num_seqs": 8}))
     assert spec.engine.model_dump(exclude_unset=True) == {"max_num_seqs": 8}
 
@@ -129,13 +129,13 @@ def test_arguments_of_vllm_that_change_nothing_are_dropped(model: str) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(model: str, change: dict[str, Any], said: str) -> None:
+def test_settings_that_cannot_work_are_refused_with_the_reason(model: str, change: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidSpec) as refusal:
         load_spec(pair(model=model) | change)
     assert said in str(refusal.value)
 
 
-def test_a_folder_without_a_model_is_refused_with_the_places_looked_at(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused_with_the_searched_places(tmp_path: Path) -> None:
     with pytest.raises(InvalidSpec, match=str(tmp_path)):
         load_spec(pair(model=str(tmp_path)))
 
@@ -177,14 +177,14 @@ def test_a_file_that_holds_no_application_is_refused_with_the_place(tmp_path: Pa
 
 
 def with_deployments(folder: Path, args: dict[str, Any], *deployments: dict[str, Any]) -> Path:
-    """Make a Serve config file with `deployments` beside `args`."""
+    """Write a Serve config file with `deployments` beside `args`."""
     ours = {"name": "a", "import_path": "baton.cluster.app:build_app", "args": args, "deployments": list(deployments)}
     file = folder / "f.yaml"
     file.write_text(yaml.safe_dump({"applications": [ours]}))
     return file
 
 
-def test_the_sizes_that_serve_is_given_beside_the_arguments_are_the_application_s(model: str, tmp_path: Path) -> None:
+def test_num_replicas_under_deployments_sets_the_applications_sizes(model: str, tmp_path: Path) -> None:
     args = pair(model=model, gateway={"port": 9000})
     args["fleets"] = {"prefill": {"num_cpus": 2}, "decode": {"replicas": 2}}
     sizes = ({"name": "decode", "num_replicas": 3}, {"name": "gateway", "num_replicas": 2}, {"name": "prefill"})
@@ -235,14 +235,14 @@ def test_the_sizes_that_serve_is_given_beside_the_arguments_are_the_application_
         ),
     ],
 )
-def test_what_serve_would_change_behind_the_application_s_back_is_refused(
+def test_deployment_options_that_the_application_would_not_see_are_refused(
     model: str, tmp_path: Path, deployment: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InvalidSpec, match=re.escape(said)):
         specs_in_file(with_deployments(tmp_path, pair(model=model), deployment))
 
 
-def test_what_serve_changes_while_the_application_runs_is_over_its_arguments(model: str, tmp_path: Path) -> None:
+def test_user_config_overrides_the_arguments_of_the_application(model: str, tmp_path: Path) -> None:
     gateway = {"port": 9000, "breaker": {"failures": 9, "open_s": 2.0}, "allowed_origins": ["https://a.example"]}
     args = pair(model=model, gateway=gateway)
     changed = {"breaker": {"open_s": 7.0}, "allowed_origins": [], "max_choices": 3, "port": 9001}
@@ -267,7 +267,7 @@ def test_targets_of_the_autoscaler_may_change_while_the_application_runs(model: 
     assert (spec.scale_plan.ttft_s, spec.scale_plan.inter_token_s) == (0.2, 0.1)
 
 
-def test_a_size_is_given_once_and_not_to_a_fleet_that_is_scaled(model: str, tmp_path: Path) -> None:
+def test_a_size_is_given_once_and_not_for_an_autoscaled_fleet(model: str, tmp_path: Path) -> None:
     size = {"name": "decode", "num_replicas": 2}
     with pytest.raises(InvalidSpec, match="'decode' is given twice"):
         specs_in_file(with_deployments(tmp_path, pair(model=model), size, size))
@@ -278,7 +278,7 @@ def test_a_size_is_given_once_and_not_to_a_fleet_that_is_scaled(model: str, tmp_
 
 
 @pytest.mark.parametrize("broken", [{"fleets": 3}, {"gateway": 3}, {"fleets": {"decode": 3, "prefill": {}}}])
-def test_sizes_of_arguments_that_are_wrong_leave_those_to_be_named(
+def test_with_num_replicas_under_deployments_wrong_arguments_are_still_named(
     model: str, tmp_path: Path, broken: dict[str, Any]
 ) -> None:
     (where,) = broken
@@ -288,7 +288,7 @@ def test_sizes_of_arguments_that_are_wrong_leave_those_to_be_named(
 
 
 @pytest.mark.slow
-def test_control_plane_processes_do_not_load_torch_and_those_of_engines_no_routes_of_gateways() -> None:
+def test_control_plane_processes_import_no_torch_and_engine_processes_no_gateway_routes() -> None:
     code = (
         "import sys, baton.cluster.engines.worker;"
         "print([name for name in ('fastapi', 'torch', 'ray.serve') if name in sys.modules]);"
@@ -302,5 +302,5 @@ def test_control_plane_processes_do_not_load_torch_and_those_of_engines_no_route
 @pytest.mark.parametrize(
     "file", sorted((Path(__file__).parents[3] / "configs/serve").glob("*.yaml")), ids=lambda f: f.name
 )
-def test_every_config_that_is_shipped_can_work(file: Path) -> None:
+def test_every_shipped_config_is_valid(file: Path) -> None:
     assert specs_in_file(file, needs_model=False)

@@ -17,13 +17,13 @@ from ...helpers.family_answers import WRITERS, Writer, joined
 SIZE = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
 FUNCTIONS = [FunctionSignature("look", SIZE), FunctionSignature("cut-2", SIZE)]
 FORMS = {form.name: form for form in FORMATS if isinstance(form, GrammarToolCallFormat)}
-NAMES = [name for name in WRITERS if " " not in name and WRITERS[name].form in FORMS]  # variants are not asked for
+NAMES = [name for name in WRITERS if " " not in name and WRITERS[name].form in FORMS]  # without variants of a form
 Accepts = Callable[[GrammarSpec, str], bool]
 
 
 @pytest.fixture(scope="module")
 def accepts() -> Accepts:
-    """Return a check whether an answer fits a grammar, and may end."""
+    """Return a function that tells if a text is a complete answer of a grammar."""
     vocabulary = [bytes([byte]) for byte in range(256)] + [b""]
     info = xgrammar.TokenizerInfo(vocabulary, vocab_size=257, stop_token_ids=[256])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1)
@@ -41,7 +41,7 @@ def writer(request: pytest.FixtureRequest) -> Writer:
     return WRITERS[request.param]
 
 
-def test_calls_that_must_come_are_calls_and_nothing_else(accepts: Accepts, writer: Writer) -> None:
+def test_the_grammar_of_required_calls_accepts_only_calls(accepts: Accepts, writer: Writer) -> None:
     grammar = FORMS[writer.form].calls_grammar(FUNCTIONS)
     assert accepts(grammar, writer.write("", [("look", {"size": 1})]))
     assert not accepts(grammar, writer.write("", [("look", {"size": "one"})]))
@@ -50,7 +50,7 @@ def test_calls_that_must_come_are_calls_and_nothing_else(accepts: Accepts, write
     assert not accepts(grammar, "")
 
 
-def test_several_calls_may_come_where_the_form_takes_them(accepts: Accepts, writer: Writer) -> None:
+def test_several_calls_are_accepted_if_the_form_has_them(accepts: Accepts, writer: Writer) -> None:
     form, two = FORMS[writer.form], writer.write("", [("look", {"size": 1}), ("cut-2", {"size": 2})])
     assert accepts(form.calls_grammar(FUNCTIONS), two) is not form.takes_one
     assert not accepts(form.calls_grammar(FUNCTIONS, at_most_one=True), two)
@@ -58,7 +58,7 @@ def test_several_calls_may_come_where_the_form_takes_them(accepts: Accepts, writ
     assert not accepts(form.text_and_calls_grammar(FUNCTIONS, at_most_one=True), two)
 
 
-def test_among_words_calls_must_be_as_they_should(accepts: Accepts, writer: Writer) -> None:
+def test_calls_within_text_must_be_valid(accepts: Accepts, writer: Writer) -> None:
     grammar = FORMS[writer.form].text_and_calls_grammar(FUNCTIONS)
     words = "Well." if writer.takes_both else ""
     assert accepts(grammar, writer.write("Well.", []))
@@ -67,7 +67,7 @@ def test_among_words_calls_must_be_as_they_should(accepts: Accepts, writer: Writ
     assert not accepts(grammar, writer.write(words, [("unknown", {"size": 1})]))
 
 
-def test_an_answer_may_be_words_that_fit_or_calls(accepts: Accepts, writer: Writer) -> None:
+def test_an_answer_may_be_text_that_fits_a_schema_or_calls(accepts: Accepts, writer: Writer) -> None:
     form = FORMS[writer.form]
     color: dict[str, Any] = {"type": "object", "properties": {"color": {"enum": ["red"]}}, "required": ["color"]}
     words = form.answer_grammar({"type": "json_schema", "json_schema": color})
@@ -113,7 +113,7 @@ TAGGED = [name for name in NAMES if name in ("qwen3-coder", "glm4.5", "minimax-m
         ({}, False),
     ],
 )
-def test_what_fits_between_tags_is_read_as_it_was_meant(
+def test_values_between_tags_are_parsed_to_values_that_fit(
     accepts: Accepts, name: str, given: dict[str, Any], fits: bool
 ) -> None:
     form, text = FORMS[name], WRITERS[name].write("", [("paint", given)])
@@ -140,13 +140,13 @@ def test_a_call_without_the_usual_blanks_must_fit_as_well(accepts: Accepts) -> N
     assert not accepts(FORMS["hermes"].text_and_calls_grammar(FUNCTIONS), call)
 
 
-def test_glm_writes_lines_or_none(accepts: Accepts) -> None:
+def test_glm_calls_may_have_line_breaks_or_none(accepts: Accepts) -> None:
     for grammar in (FORMS["glm4.5"].calls_grammar(FUNCTIONS), FORMS["glm4.5"].text_and_calls_grammar(FUNCTIONS)):
         assert accepts(grammar, WRITERS["glm4.5 in one line"].write("", [("look", {"size": 1})]))
         assert not accepts(grammar, WRITERS["glm4.5 in one line"].write("", [("look", {"size": "one"})]))
 
 
-def test_gpt_oss_may_think_first_and_writes_one_message_to_whom_it_may(accepts: Accepts) -> None:
+def test_gpt_oss_may_reason_first_and_writes_one_message_to_an_allowed_recipient(accepts: Accepts) -> None:
     write, form = WRITERS["harmony"].write, FORMS["harmony"]
     thought = "hm, <b> {1}"
     assert accepts(form.calls_grammar(FUNCTIONS), write("", [("look", {"size": 1})], thought))

@@ -1,4 +1,4 @@
-"""Speculation changes nothing but the number of steps where an output must fit a grammar."""
+"""With grammars, speculation changes only the number of steps, and no output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = [
     SamplingParams(temperature=1.5, max_tokens=MAX_TOKENS, logprobs=0),
 ]
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5}
-KNOWING = {"right": 0.0, "often right": 0.3, "wrong": 1.0}  # shares of errors
+KNOWING = {"right": 0.0, "often right": 0.3, "wrong": 1.0}  # shares of wrong drafts
 DRAFTERS = [*KNOWING, "ngram", "suffix"]
 Expected = dict[str, Answer]
 
@@ -45,7 +45,7 @@ def requests(structured_llm: LLM) -> list[EngineRequest]:
 
 
 def requests_with_text(llm: LLM) -> list[EngineRequest]:
-    """Return requests whose outputs are any text at first, up to a mark that the model likes to write."""
+    """Return requests whose outputs begin with any text, up to a marker that a logit bias makes likely."""
     mark = llm.get_tokenizer().encode("<f>", add_special_tokens=False)
     sampling = SamplingParams(
         temperature=1.0, max_tokens=60, logprobs=0, logit_bias=dict.fromkeys(mark, 9.0), frequency_penalty=0.2
@@ -64,11 +64,11 @@ def requests_with_text(llm: LLM) -> list[EngineRequest]:
 
 @pytest.fixture(scope="module")
 def expected(structured_llm: LLM, requests: list[EngineRequest]) -> Expected:
-    """The answer to each request that has an engine without drafts for itself."""
+    """Return the answer to each request, run alone on an engine without drafts."""
     answers = {request.request_id: run(structured_llm.engine.core, [request])[0] for request in requests}
     for name in WITH_TEXT:
         texts = [structured_llm.get_tokenizer().decode(answers[f"{name} {seed}"].token_ids) for seed in range(6)]
-        assert any('f>"red"' in text or 'f>"green"' in text for text in texts), texts  # behind the mark
+        assert any('f>"red"' in text or 'f>"green"' in text for text in texts), texts  # after the marker
     return answers
 
 
@@ -79,7 +79,7 @@ def drafter(
     requests: list[EngineRequest],
     expected: Expected,
 ) -> str:
-    """Let engines with a `speculative_config` that are built from now on guess in this way."""
+    """Make engines that are built with a `speculative_config` use this drafter."""
     name = str(request.param)
     by_id = {each.request_id: each for each in requests}
 
@@ -95,7 +95,7 @@ def drafter(
         return None if config is None else Drafting(new(), config.num_speculative_tokens, adapts=False)
 
     monkeypatch.setattr(build, "make_drafting", make)
-    monkeypatch.setattr(output_grammar, "QUICK_MASK_S", 60.0)  # the number of drafts is no matter of time
+    monkeypatch.setattr(output_grammar, "QUICK_MASK_S", 60.0)  # the number of drafts must not depend on time
     return name
 
 
@@ -103,7 +103,7 @@ def check(stats: SpeculationStats | None, drafter: str) -> None:
     assert stats is not None
     assert stats.num_draft_tokens > 100
     if drafter == "right":
-        assert stats.acceptance_rate > 0.8  # tokens that grammars force come behind right ones, too
+        assert stats.acceptance_rate > 0.8  # drafts of tokens that a grammar forces may be wrong
     if drafter != "wrong":
         assert stats.num_accepted_tokens > 50
 
@@ -127,7 +127,7 @@ def test_outputs_are_those_without_drafts(
 ) -> None:
     with make_structured_llm(speculative_config=SPECULATIVE, **arguments) as llm:
         if "num_gpu_blocks_override" in arguments:
-            make_masks_at_once(llm.engine.core)  # requests are preempted or not by when their masks come
+            make_masks_at_once(llm.engine.core)  # the times of masks would decide which requests are preempted
         answers = run(llm.engine.core, requests)
         for request, answer in zip(requests, answers, strict=True):
             plain = expected[request.request_id]
@@ -141,7 +141,7 @@ def test_outputs_are_those_without_drafts(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_outputs_that_were_handed_over_or_migrated_go_on_as_without_drafts(
+def test_handed_over_and_migrated_outputs_continue_as_without_drafts(
     structured_checkpoint: Path, requests: list[EngineRequest], expected: Expected, drafter: str, ahead: bool
 ) -> None:
     room = Room()

@@ -1,4 +1,4 @@
-"""XGrammarBackend by themselves: what may follow what, what is refused, and what the compiler may cost."""
+"""The grammar backend without an engine: masks, refusals, and limits of the compiler process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokens_of(mask: bytes) -> set[int]:
 
 
 @pytest.mark.slow
-def test_a_mask_has_exactly_the_tokens_that_lead_on(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
+def test_a_mask_has_exactly_the_tokens_that_can_be_continued(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
     grammar = grammars.open(StructuredOutputsParams(choice=CHOICES))
     output, choices = b"", [choice.encode() for choice in CHOICES]
     drawn: list[int] = []
@@ -65,7 +65,7 @@ def test_a_mask_has_exactly_the_tokens_that_lead_on(grammars: XGrammarBackend, t
         output += pieces[drawn[0]]
 
 
-def test_an_output_that_was_cut_anywhere_is_taken_up_there(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
+def test_an_output_can_be_continued_from_any_token(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
     asked = CASES["json"].asked
     text = '{"name": "a😀", "age": 15, "tags": ["red"], "home": {"zip": "01234"}}'
     tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -104,12 +104,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("asked", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_compiled_is_refused_with_the_reason(
+def test_grammars_that_cannot_be_compiled_are_refused_with_the_reason(
     grammars: XGrammarBackend, asked: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(GrammarRefused, match=reason) as refused:
         grammars.open(StructuredOutputsParams(**asked))
-    assert "/cpp/" not in str(refused.value), "of the compiler's own files nobody wants to hear"
+    assert "/cpp/" not in str(refused.value), "the message must not name the compiler's source files"
 
 
 SLOW = "|".join(f"(a{{{i}}}b{{{i}}}[c-z]{{1,{i}}}){{1,50}}" for i in range(1, 1500))
@@ -122,7 +122,7 @@ LIMITS = {
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("reason", "limits"), LIMITS.items())
-def test_a_compiler_that_takes_too_much_refuses_and_goes_on(
+def test_a_grammar_over_the_limits_is_refused_and_the_next_is_compiled(
     vocabulary: GrammarVocabulary, reason: str, limits: CompileLimits
 ) -> None:
     source = XGrammarBackend(vocabulary, limits)
@@ -140,7 +140,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_grammar_keeps_no_other_from_being_compiled(vocabulary: GrammarVocabulary) -> None:
+def test_other_grammars_are_compiled_while_a_slow_one_is(vocabulary: GrammarVocabulary) -> None:
     quick, slow = (GrammarCompiler(vocabulary, CompileLimits(limit_s)) for limit_s in (1, 60))
     source = XGrammarBackend(vocabulary, quick=quick, slow=slow)
     asked = StructuredOutputsParams(regex=SLOW)
@@ -157,14 +157,14 @@ def test_a_slow_grammar_keeps_no_other_from_being_compiled(vocabulary: GrammarVo
         assert process.exists()
         is_wanted.clear()
         assert [type(each.exception(60.0)) for each in opening] == [compiler.Abandoned] * 2
-    assert not process.exists(), "nobody waits for what it would have compiled"
-    assert source.stats()[:2] == (2, 0), "to be abandoned is no refusal"
+    assert not process.exists(), "the process of an abandoned grammar must end"
+    assert source.stats()[:2] == (2, 0), "an abandoned grammar must not count as refused"
     assert source.knows(StructuredOutputsParams(choice=["a"]))
     assert not source.knows(asked)
     source.close()
 
 
-def test_a_compiler_whose_engine_has_ended_ends_without_a_word(vocabulary: GrammarVocabulary) -> None:
+def test_a_compiler_whose_engine_has_ended_ends_without_output(vocabulary: GrammarVocabulary) -> None:
     command = [sys.executable, "-m", "baton.engine.structured.compiler_process"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
@@ -178,7 +178,7 @@ def test_a_compiler_whose_engine_has_ended_ends_without_a_word(vocabulary: Gramm
 
 
 class RefusingCompiler(GrammarCompiler):
-    """Compiles nothing: notes the regular expression that it is given, and raises."""
+    """A compiler that records each regular expression and raises `refusal`."""
 
     def __init__(self, vocabulary: GrammarVocabulary, refusal: Exception) -> None:
         super().__init__(vocabulary)
@@ -190,7 +190,7 @@ class RefusingCompiler(GrammarCompiler):
         raise self.refusal
 
 
-def test_a_grammar_that_is_slow_is_tried_once_where_others_wait(
+def test_a_slow_grammar_is_tried_only_once_by_the_quick_compiler(
     vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick, slow = (RefusingCompiler(vocabulary, compiler.CompilesTooSlowly("takes longer")) for _ in range(2))
@@ -202,7 +202,7 @@ def test_a_grammar_that_is_slow_is_tried_once_where_others_wait(
         assert (quick.asked, slow.asked) == (["a"], ["a"] * times)
 
 
-def test_grammars_are_compiled_as_they_were_asked_for_and_not_for_who_left(vocabulary: GrammarVocabulary) -> None:
+def test_grammars_are_compiled_in_order_and_not_for_abandoned_requests(vocabulary: GrammarVocabulary) -> None:
     quick = RefusingCompiler(vocabulary, GrammarRefused("not today"))
     source = XGrammarBackend(vocabulary, quick=quick)
     asked = [StructuredOutputsParams(regex=str(number)) for number in range(16)]
@@ -215,7 +215,7 @@ def test_grammars_are_compiled_as_they_were_asked_for_and_not_for_who_left(vocab
 
 
 class FailingOnce(GrammarCompiler):
-    """Refuses the first grammar after `fail_next` was set."""
+    """A compiler that refuses the first grammar after `fail_next` was set."""
 
     fail_next = False
 
@@ -227,7 +227,9 @@ class FailingOnce(GrammarCompiler):
 
 
 @pytest.mark.slow
-def test_what_is_known_is_not_compiled_again(vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_grammars_and_refusals_are_not_compiled_again(
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quick = FailingOnce(vocabulary)
     source = XGrammarBackend(vocabulary, quick=quick)
     good, bad = StructuredOutputsParams(choice=["a"]), StructuredOutputsParams(regex="(")
@@ -242,12 +244,12 @@ def test_what_is_known_is_not_compiled_again(vocabulary: GrammarVocabulary, monk
     with pytest.raises(GrammarRefused, match="Regex") as second:
         source.open(bad)
     assert str(first.value) == str(second.value)
-    assert source.stats() == GrammarStats(1, 1, 5, compile_s), "nothing was compiled"
+    assert source.stats() == GrammarStats(1, 1, 5, compile_s), "nothing must be compiled again"
     monkeypatch.setattr(xgrammar_backend, "REFUSAL_S", 0.0)
     unlucky, quick.fail_next = StructuredOutputsParams(choice=["b"]), True
     with pytest.raises(GrammarRefused, match="busy machine"):
         source.open(unlucky)
-    assert source.open(unlucky).advance([]) != mask, "a refusal does not hold for ever"
+    assert source.open(unlucky).advance([]) != mask, "a refusal must not be cached for ever"
     source.close()
 
 
@@ -260,8 +262,10 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.put(key, cast("xgrammar.CompiledGrammar", SimpleNamespace(memory_size_bytes=size)))
         cache.put_refusal(b"no " + key, GrammarRefused("no"))
     keys = list(sizes)
-    assert [key for key in keys if cache.knows(key)] == keys[4:], "25 + 35 + 15 of 100: 40 more do not fit"
-    assert [key for key in keys if cache.knows(b"no " + key)] == keys[4:], "the last three"
+    assert [key for key in keys if cache.knows(key)] == keys[4:], (
+        "these take 25 + 35 + 15 of 100 bytes, so 40 more do not fit"
+    )
+    assert [key for key in keys if cache.knows(b"no " + key)] == keys[4:], "the last three refusals must be kept"
     cache.put(b"all", cast("xgrammar.CompiledGrammar", SimpleNamespace(memory_size_bytes=100)))
     assert not any(cache.knows(key) for key in keys)
     assert cache.knows(b"all")
@@ -270,7 +274,7 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HeldStart:
-    """A compiler's process is started, and who starts it goes on when `go_on` is set."""
+    """Starts of compiler processes: the thread that starts one continues only when `go_on` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -290,7 +294,7 @@ def held_start(monkeypatch: pytest.MonkeyPatch) -> HeldStart:
     return HeldStart(monkeypatch)
 
 
-def test_a_compiler_that_is_being_started_when_its_engine_ends_does_not_outlive_it(
+def test_a_compiler_that_starts_while_its_engine_ends_does_not_outlive_it(
     vocabulary: GrammarVocabulary, held_start: HeldStart
 ) -> None:
     source = XGrammarBackend(vocabulary)
@@ -312,7 +316,7 @@ def wait_for_the_starting_thread() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_grammar_finds_the_compiler_that_was_started_ahead_and_another_comes_when_it_has_ended(
+def test_the_first_grammar_uses_the_compiler_started_ahead_and_a_dead_one_is_replaced(
     vocabulary: GrammarVocabulary, held_start: HeldStart
 ) -> None:
     held_start.go_on.set()
@@ -326,7 +330,7 @@ def test_the_first_grammar_finds_the_compiler_that_was_started_ahead_and_another
     source.open(StructuredOutputsParams(choice=["a"]))
     assert held_start.processes == [process]
     assert process.stdin is not None
-    process.stdin.close()  # as when this process dies
+    process.stdin.close()  # as if this process had died
     assert process.wait(60.0) == 0
     source.open(StructuredOutputsParams(choice=["b"]))
     assert len(held_start.processes) == 2
@@ -334,7 +338,7 @@ def test_the_first_grammar_finds_the_compiler_that_was_started_ahead_and_another
 
 
 @pytest.mark.slow
-def test_a_first_grammar_that_comes_while_the_compiler_starts_waits_for_that_one(
+def test_a_first_grammar_waits_for_the_compiler_that_is_being_started_ahead(
     vocabulary: GrammarVocabulary, held_start: HeldStart
 ) -> None:
     source = XGrammarBackend(vocabulary)
@@ -348,7 +352,7 @@ def test_a_first_grammar_that_comes_while_the_compiler_starts_waits_for_that_one
     source.close()
 
 
-def test_a_compiler_that_is_started_ahead_does_not_outlive_an_engine_that_ends_at_once(
+def test_a_compiler_started_ahead_does_not_outlive_an_engine_that_ends_at_once(
     vocabulary: GrammarVocabulary, held_start: HeldStart, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = XGrammarBackend(vocabulary)
@@ -362,7 +366,7 @@ def test_a_compiler_that_is_started_ahead_does_not_outlive_an_engine_that_ends_a
 
 
 @pytest.mark.slow
-def test_a_compiler_that_cannot_be_started_ahead_is_said_once_and_tried_again(
+def test_a_failed_start_ahead_is_logged_once_and_retried(
     vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = XGrammarBackend(vocabulary)
@@ -376,7 +380,7 @@ def test_a_compiler_that_cannot_be_started_ahead_is_said_once_and_tried_again(
     source.close()
 
 
-def test_a_model_without_a_tokenizer_says_so_also_after_a_start_ahead(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_named_even_after_a_start_ahead(tmp_path: Path) -> None:
     source = XGrammarBackend(GrammarVocabulary(str(tmp_path / "gone"), 400, [0]))
     source.start()
     wait_for_the_starting_thread()

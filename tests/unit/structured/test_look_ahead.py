@@ -1,4 +1,4 @@
-"""Masks that follow guesses are those of an output that has the guesses, and the state keeps none of them."""
+"""Look-ahead: masks after draft tokens equal those of an output with these tokens, and the state stays unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASKED = {
 
 @pytest.fixture(scope="module", autouse=True)
 def quick(monkeypatch_module: pytest.MonkeyPatch) -> None:
-    """No mask counts as slow, whatever else this machine does."""
+    """Make no mask count as slow, however busy the machine is."""
     monkeypatch_module.setattr(output_grammar, "QUICK_MASK_S", 60.0)
 
 
@@ -46,7 +46,7 @@ def tokens_of(mask: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_masks_behind_guesses_are_those_of_an_output_that_has_them(
+def test_masks_after_guesses_equal_those_of_an_output_with_the_guesses(
     grammars: XGrammarBackend, asked: StructuredOutputsParams
 ) -> None:
     draw, most = random.Random(1), 6
@@ -77,7 +77,7 @@ def test_masks_behind_guesses_are_those_of_an_output_that_has_them(
 def guesses_behind(
     draw: random.Random, grammars: XGrammarBackend, asked: StructuredOutputsParams, output: list[int], most: int
 ) -> list[int]:
-    """Return tokens that may follow, of which some are replaced by others or by the end."""
+    """Return allowed tokens, some of which are replaced by others or by the end token."""
     grammar = grammars.open(asked)
     mask, guesses = grammar.advance(output), []
     for _ in range(draw.randint(0, most + 2)):
@@ -89,7 +89,7 @@ def guesses_behind(
 
 
 def check_guesses(ahead: LookAhead, guesses: list[int], mask: bytes) -> None:
-    """Guesses are left out only from the first on that may not follow, or that ends the output."""
+    """Check that guesses are kept up to the first that is not allowed or ends the output."""
     for number, guess in enumerate(guesses[:6]):
         allowed = tokens_of(mask)
         if guess not in allowed or guess == EOS:
@@ -98,7 +98,7 @@ def check_guesses(ahead: LookAhead, guesses: list[int], mask: bytes) -> None:
         mask = ahead.masks[number]
 
 
-def test_an_output_that_may_end_is_not_guessed_to(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
+def test_the_end_token_is_never_guessed(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
     grammar = grammars.open(StructuredOutputsParams(regex="ab?"))
     a, b = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab")
     grammar.advance([])
@@ -110,14 +110,14 @@ def test_an_output_that_may_end_is_not_guessed_to(grammars: XGrammarBackend, tok
     assert grammar.look_ahead([], 5) == LookAhead([], [])
 
 
-def test_what_masks_leave_out_is_not_guessed(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
+def test_tokens_outside_the_mask_are_not_guessed(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
     grammar = grammars.open(StructuredOutputsParams(json={"type": "string", "maxLength": 9}))
     quote, tab, letter = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ('"', "\t", "x"))
     assert tab not in tokens_of(grammar.advance([quote]))
     assert grammar.look_ahead([letter, tab, letter], 5).guesses == [letter]
 
 
-def test_the_only_text_that_may_come_is_guessed(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
+def test_the_only_allowed_text_is_guessed(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
     text = '{"name": "a", "age": '
     tokens = tokenizer.encode(text, add_special_tokens=False)
     (quote,) = tokenizer.encode('"', add_special_tokens=False)
@@ -130,7 +130,7 @@ def test_the_only_text_that_may_come_is_guessed(grammars: XGrammarBackend, token
     assert b'{"name": "'.startswith(guessed)
     assert grammar.look_ahead([], 1).guesses == ahead.guesses[:1]
     wrong = grammar.look_ahead([quote, *tokens], 20)
-    assert wrong == ahead, "in place of a guess that may not follow"
+    assert wrong == ahead, "the forced text must replace a guess that is not allowed"
 
 
 def test_a_text_that_begins_within_a_character_is_not_guessed(grammars: XGrammarBackend, tokenizer: Tokenizer) -> None:
@@ -142,7 +142,7 @@ def test_a_text_that_begins_within_a_character_is_not_guessed(grammars: XGrammar
     assert grammar.look_ahead(rest, 4).guesses == rest
 
 
-def test_a_grammar_does_not_look_ahead_of_a_mask_that_took_long(
+def test_a_grammar_does_not_look_ahead_after_a_slow_mask(
     grammars: XGrammarBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = grammars.open(StructuredOutputsParams(choice=["yes it is"]))

@@ -1,4 +1,4 @@
-"""Schemas are refused if answers could violate them."""
+"""Schemas are refused if the compiled grammar would allow answers that violate them."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("schema", KEPT.values(), ids=KEPT)
-def test_what_the_compiler_keeps_passes(schema: Any) -> None:
+def test_schemas_that_the_compiler_enforces_are_accepted(schema: Any) -> None:
     check_schema(json.dumps(schema))
 
 
 @pytest.mark.parametrize(("schema", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_the_compiler_would_ignore_is_refused_with_its_place(schema: Any, reason: str) -> None:
+def test_keywords_that_the_compiler_would_ignore_are_refused_with_their_path(schema: Any, reason: str) -> None:
     with pytest.raises(GrammarRefused, match=reason):
         check_schema(json.dumps(schema))
 
 
 @pytest.mark.parametrize("text", ['{"type":', '{"items":' * 20_000 + "{}" + "}" * 20_000], ids=["broken", "deep"])
-def test_what_is_no_json_is_refused(text: str) -> None:
+def test_invalid_json_is_refused(text: str) -> None:
     with pytest.raises(GrammarRefused):
         check_schema(text)
     with pytest.raises(GrammarRefused):
         check_structural_tag(text)
 
 
-def test_schemas_within_structural_tags_are_looked_at() -> None:
+def test_schemas_within_structural_tags_are_checked() -> None:
     inner = {"type": "json_schema", "json_schema": {"not": {}}}
     with pytest.raises(GrammarRefused, match="'not'"):
         check_structural_tag(json.dumps({"format": {"type": "tags", "tags": [{"content": inner}]}}))

@@ -1,4 +1,4 @@
-"""Calls read from text in pieces."""
+"""Tool calls that are parsed from text in pieces."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ anywhere = ["\n", " ", "words", "{", "}", "}}", '"', "\\", '{"a": "}"}', "<", "[
 
 
 def texts(form: str, *, whole: bool = True) -> st.SearchStrategy[str]:
-    """Whole calls, marks and parts of marks in any order; without `whole`, nothing that is a mark of the form."""
+    """Return a strategy for calls, markers and parts of markers in any order; without `whole`, only for parts."""
     marks = PIECES[form]
     calls = [WRITERS[form].write("", [("look", {"a": [1]})])] if whole else []
     parts = [mark[:-1] for mark in marks if len(mark) > 3]

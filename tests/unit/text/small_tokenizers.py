@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models have, trained on the spot."""
+"""Small tokenizers of the kinds that models have, trained when a test needs them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def byte_level_backend() -> Backend:
 
 
 def sentence_piece_backend() -> Backend:
-    """As Llama 2: a mark before each word, bytes for unknown characters, BOS before each text."""
+    """Return a tokenizer like Llama 2's: a marker before each word, bytes for unknown characters, BOS before a text."""
     backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     pieces = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -48,7 +48,7 @@ def sentence_piece_backend() -> Backend:
 
 
 def metaspace_backend() -> Backend:
-    """As T5 and its kin: the decoder drops the mark of the first token."""
+    """Return a tokenizer like T5's: the decoder drops the marker of the first token."""
     backend = Backend(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -60,7 +60,7 @@ def metaspace_backend() -> Backend:
 
 
 def word_piece_backend() -> Backend:
-    """A decoder that looks at more than one token."""
+    """Return a tokenizer whose decoder needs more than one token at a time."""
     backend = Backend(models.WordPiece(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece()
@@ -70,14 +70,14 @@ def word_piece_backend() -> Backend:
 
 
 def unusual_backend() -> Backend:
-    """Byte level behind a decoder of several steps, which is taken for one that looks at more than one token."""
+    """Return a byte-level tokenizer with a decoder of several steps, which counts as one that needs several tokens."""
     backend = byte_level_backend()
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     return backend
 
 
 def _bytes_not_special(serialized: str, pieces: list[str]) -> str:
-    """Byte pieces belong to the vocabulary, where `special` would make every decoder skip them."""
+    """Make byte pieces ordinary entries of the vocabulary: decoders would skip them if they were special."""
     state = json.loads(serialized)
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in pieces]
     return json.dumps(state)

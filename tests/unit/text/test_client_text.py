@@ -1,4 +1,4 @@
-"""A tagged text is, to all who work with it, the text that it stands for."""
+"""`ClientText` behaves in templates like the plain text that it stands for."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def tagged(text: str) -> ClientText:
 
 
 def untagged(value: Any) -> Any:
-    """A value whose strings all keep their tags, as plain text."""
+    """Return the value as plain text, after checking that all of its strings are tagged."""
     if isinstance(value, str):
         assert isinstance(value, ClientText)
         return TAGS.untag("".join((value,)))
     return [untagged(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def test_every_character_of_a_control_token_is_tagged_and_no_blank() -> None:
+def test_every_character_of_a_control_token_is_tagged_and_no_whitespace() -> None:
     raw = "".join((tagged("a <|end|>\n"),))
     assert raw[0] == "a"
     assert raw[1] == " "
@@ -60,7 +60,7 @@ def test_parts_are_those_of_the_plain_text(text: str, sep: str, count: int) -> N
 
 
 @given(text=TEXT, other=TEXT)
-def test_questions_are_answered_as_of_the_plain_text(text: str, other: str) -> None:
+def test_comparisons_and_searches_are_those_of_the_plain_text(text: str, other: str) -> None:
     ours = tagged(text)
     for theirs in (other, tagged(other)):
         assert (ours == theirs) is (text == other)
@@ -84,7 +84,7 @@ def test_questions_are_answered_as_of_the_plain_text(text: str, other: str) -> N
 
 
 @given(text=TEXT)
-def test_what_is_joined_to_a_clients_text_has_no_tags(text: str) -> None:
+def test_text_that_is_joined_to_a_clients_text_gets_no_tags(text: str) -> None:
     for joined in (
         "<|end|>" + tagged(text) + "|end",
         concatenated(["<|end|>", tagged(text), "|end"]),
@@ -108,7 +108,7 @@ def test_json_is_that_of_the_plain_text(options: dict[str, Any], text: str) -> N
     assert list(json.loads(TAGS.untag(shown))) == list(json.loads(plain_json))
 
 
-def test_numbers_can_be_read_from_it() -> None:
+def test_a_tagged_text_can_be_parsed_as_a_number() -> None:
     tags = Tags(["<|extra_1|>"])
     one = ClientText(tags.tag("1"), tags)
     assert "".join((one,)) != "1"

@@ -1,4 +1,4 @@
-"""Calls of functions, told from words in text that arrives in any pieces."""
+"""Tool calls are parsed from text that arrives in any pieces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ some_words = st.text("abc äß,.!?\n<>|[]{}", max_size=20).map(str.strip).filter
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
 @untimed
 @given(words=some_words, thought=some_words, calls=some_calls, sizes=some_sizes)
-def test_what_a_model_writes_in_its_form_is_told_wherever_it_is_cut(
+def test_calls_content_and_reasoning_are_parsed_with_any_split(
     writer: Writer, words: str, thought: str, calls: list[Call], sizes: list[int]
 ) -> None:
     calls = calls[:1] if writer.takes_one else calls
@@ -49,7 +49,7 @@ def test_what_a_model_writes_in_its_form_is_told_wherever_it_is_cut(
 
 
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
-def test_where_one_call_is_allowed_the_others_are_left_out(writer: Writer) -> None:
+def test_only_the_first_call_is_kept_if_one_is_allowed(writer: Writer) -> None:
     calls: list[Call] = [("look", {"at": 1}), ("cut-2", {})]
     assert read(writer.write("", calls) + " and words", writer.form, at_most_one=True) == told("", calls[:1])
 
@@ -62,7 +62,7 @@ ENDS = pytest.mark.parametrize("finished", [False, True], ids=["cut off", "ended
 
 
 def check_ended_early(writer: Writer, words: str, calls: list[Call], length: int, sizes: list[int], end: bool) -> None:
-    """An answer of which so many characters came, in pieces of these sizes and at once."""
+    """Check what is parsed of an answer's first `length` characters, in pieces of these sizes and as a whole."""
     text = writer.write(words, calls)[:length]
     reader, at_once = (ParserConfig(FORMS[writer.form], FUNCTIONS).new_parser() for _ in range(2))
     parts, rest = [], text
@@ -89,8 +89,8 @@ def check_ended_early(writer: Writer, words: str, calls: list[Call], length: int
 
 @ENDS
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
-def test_a_call_is_whole_only_where_the_model_wrote_its_end(writer: Writer, finished: bool) -> None:
-    """And the beginning of one that was cut off is no words."""
+def test_a_call_is_complete_only_if_the_model_wrote_its_end(writer: Writer, finished: bool) -> None:
+    """The beginning of a call that was cut off is not content either."""
     words = "1 < 2." if writer.takes_both else ""
     calls = CALLS[:1] if writer.takes_one else CALLS
     for length in range(len(writer.write(words, calls))):
@@ -102,7 +102,7 @@ def test_a_call_is_whole_only_where_the_model_wrote_its_end(writer: Writer, fini
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
 @untimed
 @given(data=st.data(), words=some_words, calls=some_calls, sizes=some_sizes)
-def test_whatever_a_call_holds_it_is_whole_only_where_it_ends(
+def test_a_call_with_any_arguments_is_complete_only_at_its_end(
     writer: Writer, data: st.DataObject, words: str, calls: list[Call], sizes: list[int], finished: bool
 ) -> None:
     calls = calls[:1] if writer.takes_one else calls
@@ -118,7 +118,7 @@ STREAMING = {name: writer for name, writer in WRITERS.items() if writer.streams}
 
 @ENDS
 @pytest.mark.parametrize("writer", STREAMING.values(), ids=STREAMING)
-def test_a_call_that_was_not_ended_has_the_arguments_so_far(writer: Writer, finished: bool) -> None:
+def test_an_unfinished_call_has_the_arguments_so_far(writer: Writer, finished: bool) -> None:
     text = writer.write("", [("look", {"at": "here and there"})])
     reader = ParserConfig(FORMS[writer.form], FUNCTIONS).new_parser()
     parts = joined(reader.push(text[: text.index(" and there")], finished=finished))
@@ -134,12 +134,12 @@ CUT_WORDS = {
 
 
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in CUT_WORDS.items() for text in texts])
-def test_words_that_were_cut_off_are_told_as_far_as_they_went(form: str, text: str) -> None:
+def test_text_that_only_began_like_a_call_is_content_when_it_is_cut_off(form: str, text: str) -> None:
     assert joined(ParserConfig(FORMS[form], FUNCTIONS).new_parser().push(text)) == [ContentPart(text)]
 
 
 @pytest.mark.parametrize("writer", STREAMING.values(), ids=STREAMING)
-def test_arguments_are_told_as_they_come(writer: Writer) -> None:
+def test_arguments_are_streamed_as_they_arrive(writer: Writer) -> None:
     text = writer.write("", [("look", {"at": 1, "by": 2})])
     reader = ParserConfig(FORMS[writer.form], FUNCTIONS).new_parser()
     at = text.index(', "by"')
@@ -170,7 +170,7 @@ def test_the_name_may_come_last(form: str, text: str) -> None:
     ]
 
 
-def test_words_may_stand_between_calls() -> None:
+def test_text_is_allowed_between_calls() -> None:
     text = f"Let me see.\n{call('look', '{}')}\nand \n{call('größe', '{}')}"
     calls = [ToolCallStart(0, "look"), ToolCallArguments(0, "{}")]
     more = [ToolCallStart(1, "größe"), ToolCallArguments(1, "{}")]
@@ -183,7 +183,7 @@ def test_a_call_to_a_function_without_arguments_may_be_empty() -> None:
         assert read(text, "harmony") == [ToolCallStart(0, "look"), ToolCallArguments(0, "{}")]
 
 
-def test_several_messages_of_one_kind_are_told_apart_by_an_empty_line() -> None:
+def test_several_messages_of_one_kind_are_separated_by_an_empty_line() -> None:
     thoughts = ["<|channel|>analysis<|message|>a<|end|>", "<|start|>assistant<|channel|>analysis<|message|>b<|end|>"]
     words = [
         "<|start|>assistant<|channel|>commentary<|message|>c<|end|>",
@@ -219,11 +219,11 @@ OSS = "<|channel|>commentary json<|message|>{{ arguments | tojson }}<|call|>"
         ("{{ messages }}", None),
     ],
 )
-def test_a_template_tells_how_its_model_writes_calls(template: str, form: str | None) -> None:
+def test_the_call_format_is_derived_from_the_template(template: str, form: str | None) -> None:
     assert tool_call_format(template) is (FORMS[form] if form else None)
 
 
-def test_what_python_and_json_call_otherwise_is_read_either_way() -> None:
+def test_constants_are_parsed_in_the_spelling_of_python_and_of_json() -> None:
     text = "[look(a=True, b=null, c={'d': [false, None]}, e='it\\'s', f=-1.5), cut-2()]"
     given = '{"a": true, "b": null, "c": {"d": [false, null]}, "e": "it\'s", "f": -1.5}'
     calls = [
@@ -243,7 +243,7 @@ def test_what_python_and_json_call_otherwise_is_read_either_way() -> None:
         ("pythonic", "[look(at='\\ud800')]"),
     ],
 )
-def test_what_no_text_can_hold_stays_an_escape(form: str, text: str) -> None:
+def test_half_a_surrogate_pair_stays_an_escape(form: str, text: str) -> None:
     assert read(text, form) == [ToolCallStart(0, "look"), ToolCallArguments(0, '{"at": "\\ud800"}')]
 
 

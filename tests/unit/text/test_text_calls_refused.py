@@ -1,4 +1,4 @@
-"""Text that resembles a tool call and is none stays text."""
+"""Text that resembles a tool call but is none stays text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 @untimed
 @given(data=st.data(), sizes=some_sizes, at_most_one=st.booleans(), thoughts=st.sampled_from(ReasoningStart))
-def test_where_the_text_is_cut_changes_nothing(
+def test_the_split_of_the_text_changes_nothing(
     form: str, data: st.DataObject, sizes: list[int], at_most_one: bool, thoughts: ReasoningStart
 ) -> None:
     text = data.draw(texts(form))
@@ -28,7 +28,7 @@ def test_where_the_text_is_cut_changes_nothing(
 @pytest.mark.parametrize("form", FORMS)
 @untimed
 @given(data=st.data(), sizes=some_sizes)
-def test_what_resembles_a_mark_is_text_to_the_last_blank(form: str, data: st.DataObject, sizes: list[int]) -> None:
+def test_parts_of_markers_are_text_including_all_whitespace(form: str, data: st.DataObject, sizes: list[int]) -> None:
     text = data.draw(texts(form, whole=False))
     marks = FORMS[form].marks or ('{"name"',)
     if not any(mark in text for mark in marks):
@@ -138,7 +138,7 @@ NO_CALLS = {
 
 
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in NO_CALLS.items() for text in texts])
-def test_what_is_no_call_is_text(form: str, text: str) -> None:
+def test_invalid_calls_are_text(form: str, text: str) -> None:
     assert read(text, form) == ([ContentPart(text)] if text else [])
 
 
@@ -159,7 +159,7 @@ BEGUN = {
 
 
 @pytest.mark.parametrize(("form", "begun"), BEGUN.items())
-def test_what_goes_on_as_blanks_without_end_is_not_held_back(form: str, begun: str) -> None:
+def test_endless_whitespace_is_not_held_back(form: str, begun: str) -> None:
     reader = ParserConfig(FORMS[form], FUNCTIONS).new_parser()
     assert reader.push(begun) == []
     (said,) = joined([part for _ in range(500) for part in reader.push(" ")])

@@ -10,7 +10,7 @@ from baton.engine.text import ChatTemplate, ChatTemplateError, InvalidMessages, 
 
 from .small_tokenizers import NAMED, byte_level_backend
 
-# The things that templates of published models do: tools, loops with breaks, JSON, macros, trimming, refusals.
+# Features that templates of published models use: tools, loops with breaks, JSON, macros, trimming, refusals.
 TEMPLATE = """\
 {%- if messages[0]['role'] == 'assistant' %}{{ raise_exception('A chat begins with a user.') }}{% endif %}
 {{- bos_token }}
@@ -74,7 +74,7 @@ def user(text: Any) -> list[dict[str, Any]]:
     ],
 )
 @pytest.mark.parametrize("template", [TEMPLATE, TRIMMING])
-def test_a_chat_reads_as_transformers_renders_it(tmp_path: Path, template: str, arguments: dict[str, Any]) -> None:
+def test_a_chat_is_rendered_as_by_transformers(tmp_path: Path, template: str, arguments: dict[str, Any]) -> None:
     from transformers import AutoTokenizer
 
     write_folder(tmp_path, template)
@@ -124,7 +124,7 @@ def test_a_message_without_content_has_none_in_the_prompt(template: str, message
 
 
 @pytest.mark.parametrize("asked", ["message['content']", "message.content", "message.get('content')"])
-def test_a_template_that_asks_whether_there_is_content_gets_an_answer(asked: str) -> None:
+def test_a_template_can_test_if_there_is_content(asked: str) -> None:
     chat = [{"role": "assistant", "content": None}, {"role": "user", "content": "so?"}]
     for template in (ASKING, ASKING.replace("is none", "== none")):
         source = template.replace("MESSAGE", asked)

@@ -64,12 +64,12 @@ def test_a_character_that_the_prompt_began_is_completed(byte_level: Tokenizer, t
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentence piece", "unusual"])
-def test_no_part_of_a_character_is_ever_given_out(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_no_partial_character_is_ever_emitted(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     text = "🤖 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 👩‍👩‍👧‍👦 ѯ"
     tokens = tokenizer.encode(text)
     deltas = stream(tokenizer, tokens)
-    assert len(tokens) > len(text), "the vocabulary must not know these characters"
+    assert len(tokens) > len(text), "these characters must not be in the vocabulary"
     assert not any("\N{REPLACEMENT CHARACTER}" in delta for delta in deltas)
     assert "".join(deltas) == text
 

@@ -1,4 +1,4 @@
-"""Functions, calls and their results in the prompts of each family of models."""
+"""Functions, earlier calls and their results in the prompts of each family of models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_template_tells_of_functions_calls_and_results(family: str) -> None:
+def test_a_template_renders_functions_calls_and_results(family: str) -> None:
     template = ChatTemplate({"default": FAMILIES[family]})
     assert template.tool_call_format is not None
     assert (template.tool_call_format.name, "tools" in template.variables) == (family, True)
@@ -56,12 +56,12 @@ def test_a_template_tells_of_functions_calls_and_results(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_chat_that_called_nothing_is_shown_as_it_is(family: str) -> None:
+def test_a_chat_without_calls_is_rendered_unchanged(family: str) -> None:
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Yes."}]
     assert "Yes." in render(family, [*messages, {"role": "user", "content": "why?"}])
 
 
-def test_mistral_gets_ids_of_nine_characters_the_same_in_call_and_result() -> None:
+def test_mistral_gets_ids_of_nine_characters_equal_in_call_and_result() -> None:
     text = render("mistral-list", chat())
     (called,) = json.loads(text.partition("[TOOL_CALLS] ")[2].partition("</s>")[0])
     (result,) = [text.partition("[TOOL_RESULTS] ")[2].partition("[/TOOL_RESULTS]")[0]]
@@ -72,7 +72,7 @@ def test_mistral_gets_ids_of_nine_characters_the_same_in_call_and_result() -> No
     assert called["id"] not in render("mistral-list", chat("call_0123456788"))
 
 
-def test_what_gpt_oss_thought_before_a_call_is_shown() -> None:
+def test_the_reasoning_of_gpt_oss_before_a_call_is_rendered() -> None:
     analysis = "<|start|>assistant<|channel|>analysis<|message|>"
     assert analysis not in render("harmony", chat())
     assert f"{analysis}hm<|end|>" in render("harmony", chat(reasoning_content="hm"))
@@ -84,7 +84,7 @@ LAST["deepseek3.2"] = "</｜DSML｜function_calls>"
 
 
 @pytest.mark.parametrize("family", LAST)
-def test_what_a_template_shows_of_a_call_is_read_as_that_call(family: str) -> None:
+def test_a_rendered_call_is_parsed_as_the_same_call(family: str) -> None:
     given = {"text": "a < b\n\n{c}", "sizes": [1, {"a": "größe"}], "all": True, "none": None, "count": 5}
     types = {"text": "string", "sizes": "array", "all": "boolean", "none": "null", "count": "integer"}
     schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
@@ -96,35 +96,37 @@ def test_what_a_template_shows_of_a_call_is_read_as_that_call(family: str) -> No
     assert parts == told("Well.", [("look", given), ("look", {})])
 
 
-def test_a_message_of_calls_alone_shows_no_python_to_glm() -> None:
+def test_glms_prompt_of_a_message_without_content_has_no_none() -> None:
     assert "None" not in render("glm4.5", chat())
 
 
-def test_gpt_oss_takes_one_call_a_message() -> None:
+def test_gpt_oss_accepts_one_call_a_message() -> None:
     with pytest.raises(InvalidMessages, match="2 tool_calls"):
         render("harmony", chat(tool_calls=[call("a"), call("b")]))
 
 
-def test_arguments_that_are_text_already_stay_so() -> None:
+def test_arguments_that_are_a_string_are_rendered_unchanged() -> None:
     text = render("deepseek3.1", chat(tool_calls=[call("a", '{"at":1}')]))
     assert '<｜tool▁sep｜>{"at":1}<｜tool▁call▁end｜>' in text
 
 
-def test_arguments_are_an_object_where_a_template_looks_into_them() -> None:
+def test_arguments_are_an_object_for_templates_that_access_their_fields() -> None:
     looks = "{{ messages[0].tool_calls[0].function.arguments.at }} {{ messages[0].tool_calls[0].function.arguments }}"
     message = {"role": "assistant", "content": None, "tool_calls": [call("a")]}
     assert ChatTemplate({"default": looks}).render([message]) == f"größe {WRITTEN}"
 
 
-# DeepSeek's own leave functions out.
-UNTOLD = {
+# Like DeepSeek's own templates, these do not render functions.
+WITHOUT_FUNCTIONS = {
     family: FAMILIES[family].partition("{% endif %}")[2] for family in ("deepseek3", "deepseek3.1", "mistral-named")
 }
 
 
 @pytest.mark.parametrize("family", ["deepseek3", "deepseek3.1"])
-def test_where_a_template_leaves_functions_out_the_system_message_tells_of_them(family: str) -> None:
-    template = ChatTemplate({"default": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}" + UNTOLD[family]})
+def test_functions_that_a_template_does_not_render_are_in_the_system_message(family: str) -> None:
+    template = ChatTemplate(
+        {"default": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}" + WITHOUT_FUNCTIONS[family]}
+    )
     assert template.lists_tools
     hello = {"role": "user", "content": "hello"}
     text = template.render([hello], tools=TOOLS)
@@ -133,9 +135,9 @@ def test_where_a_template_leaves_functions_out_the_system_message_tells_of_them(
     assert SHOWN[family].partition("look")[0] + "NAME" in text
     kind = template.render([{"role": "system", "content": "Be kind."}, hello], tools=TOOLS)
     assert kind == text.replace("## Tools", "Be kind.\n\n## Tools")
-    assert template.render([hello]).startswith("userhello"), "nothing is told where there is nothing to tell"
+    assert template.render([hello]).startswith("userhello"), "without functions there must be no system message"
 
 
-def test_other_forms_need_a_template_that_tells_of_functions() -> None:
-    assert not ChatTemplate({"default": UNTOLD["mistral-named"]}).lists_tools
+def test_other_forms_need_a_template_that_renders_functions() -> None:
+    assert not ChatTemplate({"default": WITHOUT_FUNCTIONS["mistral-named"]}).lists_tools
     assert not ChatTemplate({"default": "{{ messages }}"}).lists_tools

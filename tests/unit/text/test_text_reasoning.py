@@ -44,7 +44,7 @@ def read(text: str, thoughts: ReasoningStart, sizes: list[int] | None = None) ->
         (POSSIBLE, "", "", ""),
     ],
 )
-def test_thoughts_are_told_from_the_answer(thoughts: ReasoningStart, text: str, thought: str, answer: str) -> None:
+def test_reasoning_is_separated_from_the_answer(thoughts: ReasoningStart, text: str, thought: str, answer: str) -> None:
     assert read(text, thoughts) == (thought, answer)
 
 
@@ -52,11 +52,11 @@ texts = st.lists(st.sampled_from(["<think>", "</think>", "<th", "</", "ink>", " 
 
 
 @given(texts.map("".join), st.lists(st.integers(0, 5), max_size=40), st.sampled_from(ReasoningStart))
-def test_where_a_text_is_cut_changes_nothing(text: str, sizes: list[int], thoughts: ReasoningStart) -> None:
+def test_the_split_of_a_text_changes_nothing(text: str, sizes: list[int], thoughts: ReasoningStart) -> None:
     assert read(text, thoughts, sizes) == read(text, thoughts)
 
 
-def test_words_are_told_as_they_come() -> None:
+def test_text_is_streamed_as_it_arrives() -> None:
     reader = ParserConfig(reasoning=POSSIBLE).new_parser()
     assert reader.push("<thi") == []
     assert reader.push("nk>we") == [ReasoningPart("we")]
@@ -74,9 +74,9 @@ def test_words_are_told_as_they_come() -> None:
         ("{{ messages }}", "hello <think>", NONE),
     ],
 )
-def test_template_and_prompt_tell_whether_a_model_thinks(
+def test_template_and_prompt_determine_if_a_model_reasons(
     byte_level: Tokenizer, template: str, prompt: str, thoughts: ReasoningStart
 ) -> None:
     tokenizer = Tokenizer(byte_level.backend, {}, ChatTemplate({"default": template}))
     assert tokenizer.reasoning_after(prompt) is thoughts
-    assert byte_level.reasoning_after(prompt) is NONE, "where there is no template"
+    assert byte_level.reasoning_after(prompt) is NONE, "without a template there is no reasoning"

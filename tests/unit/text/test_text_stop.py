@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from baton.engine.text import StopResult, StopStrings
 
-# Few letters, so that stop strings overlap with the text, with each other and with themselves.
+# A small alphabet makes stop strings overlap with the text, with each other and with themselves.
 letters = st.sampled_from("ab")
 stop_lists = st.lists(st.text(letters, min_size=1, max_size=4), max_size=3)
 pieces_of_text = st.lists(st.text(letters, max_size=4), max_size=8)
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """The definition: the shortest beginning of the text that ends with a stop string, and the longest such string."""
+    """Return the end of the shortest prefix of the text that ends with a stop string, and the longest such string."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -42,7 +42,7 @@ def test_text_comes_out_up_to_the_first_stop_string(stops: list[str], pieces: li
 @pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(stops=stop_lists, pieces=pieces_of_text)
-def test_only_what_may_become_a_stop_string_is_held_back(stops: list[str], pieces: list[str]) -> None:
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back(stops: list[str], pieces: list[str]) -> None:
     finder = StopStrings(stops)
     text = given_out = ""
     for piece in pieces:
@@ -61,7 +61,7 @@ def test_a_stop_string_may_span_many_tokens() -> None:
     assert finder.push("more") == StopResult("")
 
 
-def test_a_false_alarm_comes_out_whole() -> None:
+def test_text_that_only_began_like_a_stop_string_is_emitted() -> None:
     finder = StopStrings(["END OF TEXT"])
     assert [finder.push(piece).text for piece in ("an E", "ND", " OF", " DAY")] == ["an ", "", "", "END OF DAY"]
 
@@ -80,7 +80,7 @@ def test_an_empty_stop_string_is_refused() -> None:
 
 
 def test_long_stop_strings_cost_no_more_than_the_text() -> None:
-    """A stop string of a megabyte that almost matches: comparing it anew for each piece would take minutes."""
+    """Comparing a stop string of a megabyte that almost matches anew for each piece would take minutes."""
     finder = StopStrings(["a" * 1_000_000 + "b"])
     for _ in range(100):
         assert finder.push("a" * 1_000).text == ""

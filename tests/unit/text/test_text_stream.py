@@ -15,7 +15,7 @@ from baton.engine.text import TextDelta, TextStream, Tokenizer
     sizes=st.lists(st.integers(1, 4)),
     stop=st.text("ab ", min_size=1),
 )
-def test_however_tokens_arrive_the_text_is_that_before_the_stop_string(
+def test_with_any_grouping_of_tokens_the_text_ends_before_the_stop_string(
     byte_level: Tokenizer, text: str, sizes: list[int], stop: str
 ) -> None:
     stream = TextStream(byte_level, SamplingParams(stop=[stop]))
@@ -59,7 +59,7 @@ def test_the_stop_token_is_not_part_of_the_text_unless_asked_for(byte_level: Tok
         assert stream.push(tokens, finished=True, stop_token_id=tokens[-1]).text == expected
 
 
-def test_the_end_gives_out_what_was_held_back(byte_level: Tokenizer) -> None:
+def test_the_end_emits_the_text_that_was_held_back(byte_level: Tokenizer) -> None:
     stream = TextStream(byte_level, SamplingParams(stop=["o world"]))
     assert stream.push(byte_level.encode("hello")).text == "hell"
     assert stream.push([], finished=True) == TextDelta("o")
@@ -72,7 +72,7 @@ def test_an_incomplete_character_at_the_end_is_shown_as_such(byte_level: Tokeniz
 
 def test_stop_strings_do_not_count_before_min_tokens(byte_level: Tokenizer) -> None:
     tokens = byte_level.encode("b b b")
-    assert len(tokens) == 5, "the third token completes a stop string, but is the last that cannot stop"
+    assert len(tokens) == 5, "the third token completes a stop string, but is still within min_tokens"
     stream = TextStream(byte_level, SamplingParams(stop=["b"], min_tokens=3, max_tokens=64))
     delta = stream.push(tokens)
     assert (delta.text, delta.stop) == ("b b ", "b")

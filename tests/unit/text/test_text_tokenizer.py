@@ -23,7 +23,7 @@ def write_folder(folder: Path, kind: str = "byte level", **config: Any) -> Path:
     return folder
 
 
-def test_a_folder_gives_what_transformers_makes_of_it(tmp_path: Path) -> None:
+def test_a_folder_gives_the_same_tokenizer_as_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     for kind in BACKENDS:
@@ -59,7 +59,7 @@ def test_named_special_tokens_are_special_even_if_the_vocabulary_does_not_say_so
     assert tokenizer.decode(tokenizer.encode("a</s>")) == "a"
 
 
-def test_special_tokens_may_be_objects_and_may_lie_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_special_tokens_may_be_objects_and_may_be_in_a_separate_file(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
@@ -82,7 +82,7 @@ def test_special_tokens_may_be_objects_and_may_lie_in_a_file_of_their_own(tmp_pa
         ({"tokenizer_config.json": '{"eos_token": 7}'}, "eos_token must be a string"),
     ],
 )
-def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, files: dict[str, str], reason: str) -> None:
+def test_errors_name_the_fault_of_a_folder(tmp_path: Path, files: dict[str, str], reason: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(TokenizerError, match=reason):
@@ -145,25 +145,25 @@ COMPOSING = "\u03b1\u0313\u0300\u0345"  # four characters, of which composition 
 
 @pytest.mark.parametrize("kind", BACKENDS)
 @given(text=st.text() | st.text(alphabet="a é한" + COMPOSING).map(lambda text: 20 * text))
-def test_a_text_has_no_fewer_tokens_than_its_length_says(
+def test_a_text_has_no_fewer_tokens_than_the_bound_of_its_length(
     kind: str, tokenizers: dict[str, Tokenizer], text: str
 ) -> None:
     tokenizer = tokenizers[kind]
     assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_composed_characters_are_no_fewer_tokens_than_their_length_says() -> None:
+def test_composed_characters_have_no_fewer_tokens_than_the_bound() -> None:
     backend = BACKENDS["byte level"]()
     backend.normalizer = normalizers.NFC()
     tokenizer = Tokenizer(backend, NAMED)
     text = COMPOSING * 100
     assert 0 < tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
     backend.normalizer = normalizers.Replace("a", "")
-    assert Tokenizer(backend, NAMED).least_tokens(text) == 0, "it could swallow any text"
+    assert Tokenizer(backend, NAMED).least_tokens(text) == 0, "this normalizer could remove any text"
 
 
 @pytest.mark.parametrize(("side", "text"), [("lstrip", " " * 10_000 + "<turn>"), ("rstrip", "<turn>" + " " * 10_000)])
-def test_spaces_that_a_token_swallows_are_no_tokens(side: str, text: str) -> None:
+def test_whitespace_that_a_token_strips_does_not_count(side: str, text: str) -> None:
     backend = BACKENDS["byte level"]()
     backend.add_special_tokens([AddedToken("<turn>", **{side: True})])
     tokenizer = Tokenizer(backend, NAMED)

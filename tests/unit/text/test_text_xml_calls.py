@@ -1,4 +1,4 @@
-"""Calls whose arguments have tags: of what type a value is, what is forgotten, and what resembles an end."""
+"""Calls whose arguments have tags: types of values, missing tags, and text that resembles an end tag."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMS = {form.name: form for form in FORMATS}
 WRITE = {"qwen3-coder": qwen3_coder, "glm4.5": glm45, "minimax-m2": minimax_m2, "deepseek3.2": deepseek32}
 LAST_CLOSE = {"qwen3-coder": "</function>", "glm4.5": "</tool_call>", "minimax-m2": "</invoke>"}
 LAST_CLOSE["deepseek3.2"] = "</｜DSML｜invoke>"
-UNTYPED = [form for form in WRITE if form != "deepseek3.2"]  # where the model does not say what a value is
+UNTYPED = [form for form in WRITE if form != "deepseek3.2"]  # the model does not write the types of values
 DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(5000):
     DEEP = {"anyOf": [DEEP]}
@@ -50,7 +50,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def read(form: str, text: str, *, schema: dict[str, Any] = SCHEMA, finished: bool = True) -> list[OutputPart]:
-    """The same as a whole and letter by letter."""
+    """Return the parts of a text, after checking that they are the same letter by letter and as a whole."""
     whole, each = (ParserConfig(FORMS[form], {"look": schema}).new_parser() for _ in range(2))
     parts = joined(whole.push(text, finished=finished))
     assert joined([part for letter in text for part in each.push(letter)] + each.push("", finished=finished)) == parts
@@ -113,7 +113,7 @@ VALUES: list[tuple[str, str, Any]] = [
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("form", UNTYPED)
 @pytest.mark.parametrize(("key", "text", "value"), VALUES)
-def test_a_value_is_what_the_schema_of_its_function_says(form: str, key: str, text: str, value: Any) -> None:
+def test_the_type_of_a_value_follows_the_schema_of_its_function(form: str, key: str, text: str, value: Any) -> None:
     written = WRITE[form]("", [("look", {key: text})])
     assert arguments(form, written) == {key: value}
 
@@ -136,16 +136,14 @@ SAID: list[tuple[str, str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("key", "is_text", "text", "value"), SAID)
-def test_where_a_model_says_what_a_value_is_the_schema_goes_before(
-    key: str, is_text: str, text: str, value: Any
-) -> None:
+def test_the_schema_overrides_the_type_that_a_model_writes(key: str, is_text: str, text: str, value: Any) -> None:
     parameter = f'<｜DSML｜parameter name="{key}" string="{is_text}">{text}</｜DSML｜parameter>'
     call = f'<｜DSML｜invoke name="look">\n{parameter}\n</｜DSML｜invoke>'
     assert arguments("deepseek3.2", f"<｜DSML｜function_calls>\n{call}\n</｜DSML｜function_calls>") == {key: value}
 
 
 @pytest.mark.parametrize("form", UNTYPED)
-def test_what_further_arguments_are_a_schema_may_say(form: str) -> None:
+def test_additional_properties_of_a_schema_give_types_of_further_arguments(form: str) -> None:
     written = WRITE[form]("", [("look", {"a": "5"})])
     of_text = {"type": "object", "additionalProperties": {"type": "string"}}
     assert arguments(form, written, schema=of_text) == {"a": "5"}
@@ -157,7 +155,7 @@ def test_what_further_arguments_are_a_schema_may_say(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", WRITE)
-def test_text_is_told_as_it_comes_and_other_values_when_they_are_whole(form: str) -> None:
+def test_strings_are_streamed_and_other_values_come_when_they_are_complete(form: str) -> None:
     text = WRITE[form]("", [("look", {"text": "here and there", "count": 15})])
     reader = ParserConfig(FORMS[form], {"look": SCHEMA}).new_parser()
     at = text.index(" and")
@@ -186,7 +184,7 @@ INSIDE: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize(("form", "value"), [(form, value) for form, values in INSIDE.items() for value in values])
-def test_text_may_hold_what_ends_a_value_elsewhere(form: str, value: str) -> None:
+def test_strings_may_contain_end_tags_of_other_values(form: str, value: str) -> None:
     text = WRITE[form]("", [("look", {"text": value, "count": 1})])
     assert arguments(form, text) == {"text": value, "count": 1}
 
@@ -208,13 +206,13 @@ FORGOTTEN = {
 
 
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in FORGOTTEN.items() for text in texts])
-def test_tags_that_a_model_forgot_are_not_missed(form: str, text: str) -> None:
+def test_missing_end_tags_are_tolerated(form: str, text: str) -> None:
     assert arguments(form, text) == {"text": "a", "count": 1}
 
 
 @pytest.mark.parametrize("finished", [False, True], ids=["cut off", "ended by the model"])
 @pytest.mark.parametrize("form", WRITE)
-def test_an_answer_that_ends_within_a_call_ends_neither_it_nor_its_value(form: str, finished: bool) -> None:
+def test_an_answer_that_ends_within_a_call_leaves_the_call_unfinished(form: str, finished: bool) -> None:
     text = WRITE[form]("", [("look", {"text": "here", "count": 15})])
     begun = [ToolCallStart(0, "look"), ToolCallArguments(0, '{"text": "he')]
     assert read(form, text[: text.index("re")], finished=finished) == begun
@@ -224,7 +222,7 @@ def test_an_answer_that_ends_within_a_call_ends_neither_it_nor_its_value(form: s
     assert read(form, before_close, finished=finished) == begun
 
 
-def test_calls_may_stand_in_one_pair_of_tags_and_words_behind_them() -> None:
+def test_several_calls_in_one_pair_of_tags_may_be_followed_by_text() -> None:
     call = "<function=look>\n<parameter=count>\n1\n</parameter>\n</function>"
     told = [
         ToolCallStart(0, "look"),
@@ -240,7 +238,7 @@ SECTIONS = {"minimax-m2": ("<minimax:tool_call>", ""), "deepseek3.2": ("<｜DSML
 
 
 @pytest.mark.parametrize("form", SECTIONS)
-def test_in_a_section_calls_follow_each_other_and_outside_there_are_none(form: str) -> None:
+def test_calls_are_parsed_only_within_a_section(form: str) -> None:
     begin, prefix = SECTIONS[form]
     two: list[tuple[str, dict[str, Any]]] = [("look", {"count": 1}), ("look", {})]
     text = WRITE[form]("Well.", two)

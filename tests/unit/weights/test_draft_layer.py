@@ -1,4 +1,4 @@
-"""Tensors of draft layers: read where the layer is run, and unread elsewhere."""
+"""Tensors of draft layers are loaded if the layer is run, and ignored otherwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...helpers.mimo_draft_layers import write_mimo
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_next", "mimo_v2_flash"])
-def test_a_checkpoint_with_a_draft_layer_is_accounted_for_with_it_and_without(
+def test_a_checkpoint_with_a_draft_layer_passes_the_check_with_and_without_drafts(
     tmp_path: Path, architecture: str
 ) -> None:
     folder = tmp_path / "model"
@@ -26,14 +26,14 @@ def test_a_checkpoint_with_a_draft_layer_is_accounted_for_with_it_and_without(
         with_draft_layer(folder, architecture)
     for drafts in (False, True):
         check_weights(load_config(folder, drafts=drafts))
-    lost = _lose_a_norm(folder)
+    lost = _remove_a_norm(folder)
     check_weights(load_config(folder))
     with pytest.raises(WeightsError, match=f"1 missing: {lost}"):
         check_weights(load_config(folder, drafts=True))
 
 
-def _lose_a_norm(folder: Path) -> str:
-    """Take a norm of a draft layer out of the checkpoint, and return its name."""
+def _remove_a_norm(folder: Path) -> str:
+    """Remove a norm of a draft layer from the checkpoint, and return its name."""
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         ends = ("hnorm.weight", "pre_fc_norm_hidden.weight")

@@ -1,4 +1,4 @@
-"""Every tensor of a checkpoint is placed once, every parameter is filled once, and what does not fit is named."""
+"""Every tensor of a checkpoint is loaded once, every parameter is filled once, and mismatches are named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def rewrite(folder: Path, change: Change) -> Path:
-    """Applies a change to the tensors of an unsharded checkpoint."""
+    """Apply a change to the tensors of an unsharded checkpoint."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -86,7 +86,7 @@ def test_a_tensor_of_integers_is_named(folder: Path) -> None:
         load(folder)
 
 
-def test_everything_that_is_wrong_is_said_at_once_and_before_anything_is_read(folder: Path) -> None:
+def test_all_mismatches_are_reported_at_once_and_before_anything_is_read(folder: Path) -> None:
     def rename_layer(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if ".layers.2." in name]:
             tensors[name.replace(".layers.2.", ".blocks.2.")] = tensors.pop(name)
@@ -109,7 +109,7 @@ def test_stored_rope_frequencies_are_ignored(folder: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", TIED)
-def test_a_tied_head_is_the_embedding_also_where_a_second_copy_is_stored(architecture: str, tmp_path: Path) -> None:
+def test_a_tied_head_is_the_embedding_even_if_a_second_copy_is_stored(architecture: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, architecture, tie_word_embeddings=True)
     expected = logits(load(folder))
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
@@ -117,7 +117,7 @@ def test_a_tied_head_is_the_embedding_also_where_a_second_copy_is_stored(archite
     assert torch.equal(logits(load(folder)), expected)
 
 
-def test_a_head_that_a_tied_config_leaves_unread_is_warned_of_where_it_is_another(
+def test_a_stored_head_that_differs_from_the_tied_embedding_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True)
@@ -144,7 +144,7 @@ def test_an_untied_head_must_be_there(folder: Path) -> None:
     load(folder)
 
 
-def test_weights_are_converted_to_the_type_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+def test_weights_are_converted_to_the_requested_dtype(folder: Path, tmp_path: Path) -> None:
     half = write_checkpoint(tmp_path / "half", "qwen3", dtype="bfloat16")
     assert torch.equal(logits(load(folder, dtype="bfloat16")), logits(load(half)))
 
@@ -167,7 +167,7 @@ def test_a_model_has_exactly_the_tensors_that_transformers_saves(architecture: s
 
 
 def parameters(layer: Layer) -> list[Tensor]:
-    """Return the parameters that are still there after packing: norms, biases, the embedding."""
+    """Return the parameters that remain after packing: norms, biases, the embedding."""
     own = [parameter.data for _, parameter in layer.parameters() if parameter.has_data]
     return own + [tensor for _, child in layer.children() for tensor in parameters(child)]
 
@@ -193,11 +193,11 @@ def test_dummy_weights_are_equal_for_equal_seeds_only_and_need_no_tensors(archit
 def test_dummy_weights_have_no_two_equal_rows(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, vocab_size=20_000)
     model = load_model(load_config(folder, load_format="dummy"))
-    embedding = model.model.embed_tokens.weight.data  # 1.28 M numbers, more than the bank they are drawn from
+    embedding = model.model.embed_tokens.weight.data  # 1.28 M numbers, more than the pool of random numbers holds
     assert len(embedding.unique(dim=0)) == 20_000
 
 
-def test_a_folder_without_safetensors_says_what_is_there(folder: Path) -> None:
+def test_the_error_of_a_folder_without_safetensors_lists_its_files(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(WeightsError, match=r"no \*\.safetensors.*pytorch_model\.bin.*convert"):
         load(folder)
@@ -217,7 +217,7 @@ def test_a_file_that_is_no_safetensors_file_is_named(folder: Path, content: byte
         load(folder)
 
 
-def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama", shards=3)
     lost = sorted(folder.glob("*.safetensors"))[1]
     lost.unlink()
@@ -229,7 +229,7 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("home", [0, -1])
-def test_of_a_tensor_in_two_files_the_one_that_the_index_names_counts(tmp_path: Path, home: int) -> None:
+def test_of_a_tensor_in_two_files_the_one_in_the_index_is_loaded(tmp_path: Path, home: int) -> None:
     folder = write_checkpoint(tmp_path, "llama", shards=3)
     expected = logits(load(folder))
     index_file = folder / "model.safetensors.index.json"
@@ -244,7 +244,7 @@ def test_of_a_tensor_in_two_files_the_one_that_the_index_names_counts(tmp_path: 
         load(folder)
 
 
-def test_identity_tells_a_fine_tune_from_its_base(folder: Path) -> None:
+def test_the_identity_of_a_fine_tune_differs_from_its_base(folder: Path) -> None:
     base = load_config(folder).identity
 
     def nudge(tensors: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Loads that end soon draw nothing; longer ones draw a bar."""
+"""Short loads show no progress bar; longer ones do."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from baton.engine import weights
 from baton.engine.weights import loading_bar
 
 
-def test_a_short_load_draws_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_load_shows_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with loading_bar() as report:
         report(1, 2)
         report(2, 2)
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_long_load_draws_a_bar_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_load_shows_a_bar_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "PATIENCE_S", -1.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     with loading_bar("Loading weights") as report:
@@ -25,9 +25,7 @@ def test_a_long_load_draws_a_bar_on_stderr(capsys: pytest.CaptureFixture[str], m
     assert "Loading weights" in err
 
 
-def test_a_load_that_fails_takes_its_bar_away(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_load_removes_its_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "PATIENCE_S", -1.0)
 
     def failing_load() -> None:
@@ -37,5 +35,5 @@ def test_a_load_that_fails_takes_its_bar_away(
 
     with pytest.raises(RuntimeError, match="disk"):
         failing_load()
-    with loading_bar() as report:  # a bar that is still live would refuse a second one
+    with loading_bar() as report:  # a second bar would fail if the first were still active
         report(1, 2)
