@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_machines_start_with_the_token_without_niceness_and_with_options_of_rays
         assert command.startswith("RAY_AUTH_MODE=token RAY_worker_niceness=0 ")
         for option in re.findall(r"(--[a-z-]+)", command.partition("ray start")[2]):
             assert re.search(rf"{option}\s", start_options), option
+
+
+@pytest.mark.parametrize("file", FILES, **ids)
+def test_machines_get_the_packages_and_configs_and_nothing_else_of_a_checkout(file: Path) -> None:
+    """Ray reads all that it copies before it starts a machine: an environment has gigabytes."""
+    mounts = yaml.safe_load(file.read_text())["file_mounts"]
+    copied = {remote: local for remote, local in mounts.items() if remote.startswith("~/baton")}
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+    packages = project["tool"]["setuptools"]["package-dir"].values()
+    needed = {"pyproject.toml", project["project"]["readme"], "configs", *packages}
+    assert copied == {f"~/baton/{name}": name for name in needed}
 
 
 @pytest.mark.parametrize("file", FILES, **ids)

@@ -228,17 +228,19 @@ async def test_a_starting_member_reports_repeatedly_that_the_application_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[object, ...]] = []
+    fourth = asyncio.Event()
 
     class Listener:
         async def call(self, method: str, *args: object) -> None:
             calls.append((method, *args))
+            if len(calls) == 4:
+                fourth.set()
 
     monkeypatch.setattr(directory_client, "KEEP_ALIVE_S", 0.01)
     group = StartingGroup("a", Role.UNIFIED, "10.0.0.1", "fetches demo/model")
     async with keep_app_alive(Listener(), lambda: group):  # type: ignore[arg-type]
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(fourth.wait(), 60)
     said = len(calls)
-    assert said > 3
     assert set(calls) == {("application_lives", group)}
     await asyncio.sleep(0.05)
     assert len(calls) == said

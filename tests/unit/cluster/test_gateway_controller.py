@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,7 +114,8 @@ def test_a_placement_is_kept_while_it_is_needed_and_for_a_while(
 
 
 def test_a_running_gateway_that_is_unlisted_for_long_counts_as_ended() -> None:
-    hanging = RunningGateway(Any, make_gateway("g"), asyncio.Future(loop=asyncio.new_event_loop()))
+    with closing(asyncio.new_event_loop()) as loop:
+        hanging = RunningGateway(Any, make_gateway("g"), loop.create_future())
     hanging.update_listing({"g"}, now_s=0.0)
     assert not hanging.has_ended(UNLISTED_TIMEOUT_S + 1), "the gateway is still listed"
     hanging.update_listing(set(), now_s=100.0)
