@@ -220,7 +220,7 @@ def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
     try:
         # Ray prints the errors that it also raises, and logs the defaults that it fills in.
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), _warnings_alone("ray.autoscaler"):
-            config = prepare_config(dict(content))
+            config = prepare_config(_without_single_files(content))
             validate_config(config)
     except jsonschema.ValidationError as error:
         place = ".".join(map(str, error.absolute_path))
@@ -229,6 +229,15 @@ def load_ray_cluster(content: Mapping[str, Any]) -> RayCluster:
         raise InvalidSpec(f"`ray up` would refuse it: {type(error).__name__}: {error}") from error
     sys.stderr.write(output.getvalue())
     return RayCluster(config["cluster_name"], config["max_workers"], _tcp_only(content))
+
+
+def _without_single_files(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the files among `file_mounts` unless there are containers: Ray warns of them for the sake of those."""
+    mounts = content.get("file_mounts")
+    if content.get("docker") or not isinstance(mounts, Mapping):
+        return dict(content)
+    kept = {remote: local for remote, local in mounts.items() if not (isinstance(local, str) and Path(local).is_file())}
+    return {**content, "file_mounts": kept}
 
 
 @contextlib.contextmanager
