@@ -203,13 +203,11 @@ class Directory:
     async def watch(self, version: int) -> DirectorySnapshot | None:
         """Return the first snapshot of another version, or None after `WATCH_S` seconds without one."""
         await asyncio.sleep(max(0.0, self._answers_at_s - time.monotonic()))
-        deadline_s = time.monotonic() + WATCH_S
-        while self._members.version == version and time.monotonic() < deadline_s:
-            try:
-                await asyncio.wait_for(self._changed.wait(), deadline_s - time.monotonic())
-            except TimeoutError:
-                break
-        if self._members.version == version:
+        try:
+            async with asyncio.timeout(WATCH_S):
+                while self._members.version == version:
+                    await self._changed.wait()
+        except TimeoutError:
             return None
         snapshot = self._members.snapshot()
         return msgspec.structs.replace(snapshot, directory=self._name, metrics_address=self._exporter.address)

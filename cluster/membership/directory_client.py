@@ -51,13 +51,10 @@ class DirectoryClient:
         Members that a restarted directory does not list yet stay in the snapshot until its list is complete.
         """
         last = self._newest
-        known = version if last is not None and last.version == version else -1
-        news: DirectorySnapshot | None = await self._ask(WATCH_S, "watch", known)
-        if last is not None:
-            self._newest = last if news is None else news.completed_by(last)
-        else:
-            self._newest = news
-        assert self._newest is not None, "a directory that is asked for its first snapshot has one"
+        news: DirectorySnapshot | None = await self._ask(WATCH_S, "watch", -1 if last is None else version)
+        if news is not None:
+            self._newest = news if last is None else news.completed_by(last)
+        assert self._newest is not None, "no directory has version -1, so the first answer is a snapshot"
         return self._newest
 
     async def call(self, method: str, *args: Any) -> Any:
