@@ -6,6 +6,8 @@
     compiler.wait()                       all are in Triton's cache on disk, where the first launch finds them
     compiler.close()
 
+`RecordedVariants` keeps what was recorded, so that a later start of the same engine need not record it again.
+
 A variant takes a core half a second or more. Processes are used because compiling is mostly Python, so threads would
 wait for the GIL. They never touch a device. If they fail, the first launch compiles as usual. Their code is in
 `compile_server.py`.
@@ -14,6 +16,7 @@ wait for the GIL. They never touch a device. If they fail, the first launch comp
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -31,6 +34,7 @@ from . import compile_server
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 120.0  # longest wait for the next reply
+_SOURCES = {".py", ".json"}  # code, and tuned options
 _PIPE_BYTES = 1 << 20  # some hundred orders, so that `submit` does not block while the processes still import
 
 
@@ -89,6 +93,48 @@ def recording(submit: Callable[[Variant], object] | None = None) -> Iterator[lis
         knobs.runtime.jit_cache_hook = before
         for kernels, key in skipped:
             del kernels[key]
+
+
+class RecordedVariants:
+    """The variants that an engine launches, in a file beside Triton's cache.
+
+    `facts` are what determines them, as objects whose `repr` is the same in every process; the code in `folders`, the
+    device and the versions of Triton and torch are added. If the list is wrong nevertheless, only time is lost: a
+    kernel that it lacks is compiled when it is first launched.
+    """
+
+    def __init__(self, facts: Sequence[object], folders: Sequence[Path]) -> None:
+        import torch
+        import triton
+        from triton import knobs
+
+        digest = hashlib.sha256(repr([*facts, _current_target(), triton.__version__, torch.__version__]).encode())
+        for path in sorted(path for folder in folders for path in folder.rglob("*.*") if path.suffix in _SOURCES):
+            digest.update(path.read_bytes())
+        self.path = Path(knobs.cache.dir) / "baton" / f"{digest.hexdigest()}.json"
+
+    def load(self) -> list[Variant] | None:
+        """Return the variants, or None if they were never saved, or cannot be read."""
+        try:
+            return [Variant(*variant) for variant in json.loads(self.path.read_text())]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("%s is ignored: %s", self.path, error)
+            return None
+
+    def save(self, variants: Sequence[Variant]) -> None:
+        """Save the variants. Without room or permission, the next start records them again."""
+        part = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps([[variant.module, variant.specialization] for variant in variants]))
+            part.replace(self.path)
+        except OSError as error:
+            logger.warning("the next start records its kernels again: %s", error)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
 
 
 class _Skipped:

@@ -35,11 +35,15 @@ class CompilationWatch:
         self._is_ready = False
         self._made.clear()
 
-    def mark_ready(self) -> None:
-        """Declare that every kernel that will be launched has been launched once."""
+    def mark_ready(self) -> int:
+        """Declare that every kernel that will be launched has been launched once.
+
+        Return the number of kernels and launchers that this process had to make itself since `mark_starting`.
+        """
         self._is_ready = True
         made = self._made
         logger.info("this process itself made %d kernels and launchers: %s", len(made), ", ".join(made) or "none")
+        return len(made)
 
     def compilations(self) -> int:
         """Return the number of kernel variants compiled since the first `mark_starting`."""

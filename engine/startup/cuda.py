@@ -2,7 +2,7 @@
 
 The steps of an engine are run three times before it is ready: recorded on a stub model, so that other processes compile
 their kernels while the weights load; launched on the model itself, to measure the memory that they take; and captured
-as CUDA graphs.
+as CUDA graphs. What was recorded is kept for later starts with the same arguments, which then record nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 
-from baton.kernels import jit
-from baton.kernels.compiler import Compiler, recording
+import baton.kernels
+from baton.kernels import compile_server, jit
+from baton.kernels.compiler import Compiler, RecordedVariants, Variant, recording
 
 from ..config import EngineConfig
 from ..core.engine import EngineCoreConfig
@@ -59,6 +61,8 @@ class CudaStartup:
         torch.cuda.set_device(context.device)
         self._stream = CudaStream(context.device)
         self._draft_model: DraftModel | None = None
+        self._recorded: RecordedVariants | None = None
+        self._new_variants: list[Variant] | None = None  # None: known from an earlier start
         self._late_before = 0
 
     def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
@@ -69,13 +73,30 @@ class CudaStartup:
         jit.mark_starting()
         if self._compiler is not None:
             with self._phases("recording"):
-                with recording(self._compiler.submit):
-                    for groups in self._groups.stubs():
-                        model = stub_model(model_config, device=self._stream.device, groups=groups)
-                        draft_model = stub_draft_model(model_config, model, groups)
-                        self._profile(model, draft_model, groups, model_config, caches)
-                        del model, draft_model
-                torch.cuda.empty_cache()
+                self._order_variants(self._compiler, model_config, caches)
+
+    def _order_variants(self, compiler: Compiler, model_config: ModelConfig, caches: CacheLayout) -> None:
+        """Submit the kernels of every step to the compiler, and record them first if no earlier start has."""
+        compile_server.settle_cache_keys()
+        self._recorded = self._recorded_variants(model_config, caches)
+        known = self._recorded.load()
+        if known is not None:
+            for variant in known:
+                compiler.submit(variant)
+            return
+        with recording(compiler.submit) as self._new_variants:
+            for groups in self._groups.stubs():
+                model = stub_model(model_config, device=self._stream.device, groups=groups)
+                draft_model = stub_draft_model(model_config, model, groups)
+                self._profile(model, draft_model, groups, model_config, caches)
+                del model, draft_model
+        torch.cuda.empty_cache()
+
+    def _recorded_variants(self, model_config: ModelConfig, caches: CacheLayout) -> RecordedVariants:
+        device = torch.cuda.get_device_properties(self._stream.device)
+        facts = [self._config, self._steps, self._context.member.rank, model_config, caches]
+        facts += [device.name, device.multi_processor_count, device.total_memory]
+        return RecordedVariants(facts, [Path(__file__).parents[1], Path(baton.kernels.__file__).parent])
 
     def load_weights(self, model_config: ModelConfig) -> CausalLM:
         model, self._draft_model = load_models(model_config, self._stream.device, self._groups)
@@ -110,7 +131,11 @@ class CudaStartup:
             with self._phases("capture"):
                 runner.capture()
         self._late_before = jit.compilations_after_ready()  # of earlier engines in this process
-        jit.mark_ready()
+        num_made = jit.mark_ready()
+        if self._recorded is not None and self._new_variants is not None:
+            self._recorded.save(self._new_variants)
+        elif self._recorded is not None and num_made:
+            self._recorded.remove()  # it lacks kernels
         return runner
 
     def in_order(self) -> AbstractContextManager[object]:

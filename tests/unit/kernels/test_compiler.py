@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.kernels.compiler import Compiler, Variant
+from baton.kernels.compiler import Compiler, RecordedVariants, Variant
 
 from ... import ROOT
+from ...helpers.checkpoints import write_checkpoint
 
 pytest.importorskip("triton")
 
@@ -156,8 +157,8 @@ def test_the_cache_key_of_a_kernel_does_not_depend_on_which_others_were_compiled
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    """A compiler in a process whose Triton driver reports an H200."""
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's driver report an H200."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -166,6 +167,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
             return GPUTarget("cuda", 90, 32)
 
     monkeypatch.setattr(type(driver), "active", Device())
+
+
+@pytest.fixture
+def compiler(h200: None) -> Iterator[Compiler]:
     made = Compiler()
     yield made
     made.close()
@@ -208,3 +213,83 @@ def test_variants_can_be_submitted_before_the_processes_are_ready(compiler: Comp
     stuck = submitting.is_alive()
     compiler.process.send_signal(signal.SIGCONT)
     assert not stuck
+
+
+VARIANTS = [Variant("some.module", '{"name": "one"}'), Variant("some.module", '{"name": "two"}')]
+
+
+@pytest.fixture
+def code(h200: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with code, and an empty cache of Triton's."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "code" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "launches.py").write_text("one()\ntwo()\n")
+    (folder / "tuned.json").write_text("{}")
+    return folder.parent
+
+
+def test_recorded_variants_are_found_again_for_the_same_facts_and_code(code: Path) -> None:
+    recorded = RecordedVariants([1, "a"], [code])
+    assert recorded.load() is None
+    recorded.save(VARIANTS)
+    assert RecordedVariants([1, "a"], [code]).load() == VARIANTS
+    assert RecordedVariants([1, "b"], [code]).load() is None
+    (code / "deep/notes.txt").write_text("no code")
+    assert RecordedVariants([1, "a"], [code]).load() == VARIANTS
+    for file in ("deep/launches.py", "deep/tuned.json"):
+        before = RecordedVariants([1, "a"], [code]).path
+        (code / file).write_text('{"another": "text"}')
+        assert RecordedVariants([1, "a"], [code]).path != before, file
+
+
+def test_variants_that_were_removed_are_recorded_again(code: Path) -> None:
+    recorded = RecordedVariants([], [code])
+    recorded.save(VARIANTS)
+    recorded.remove()
+    assert recorded.load() is None
+    recorded.remove()
+
+
+@pytest.mark.parametrize("text", ["", "{", '"text"', "[[1, 2, 3]]", "[1]"])
+def test_a_damaged_file_of_variants_is_named_and_ignored(
+    code: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    recorded = RecordedVariants([], [code])
+    recorded.save(VARIANTS)
+    recorded.path.write_text(text)
+    assert recorded.load() is None
+    assert f"{recorded.path} is ignored" in caplog.text
+
+
+def test_variants_that_cannot_be_saved_are_recorded_again(code: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorded = RecordedVariants([], [code])
+    recorded.path.parent.parent.mkdir()
+    recorded.path.parent.write_text("a file where the folder should be")
+    recorded.save(VARIANTS)
+    assert "the next start records its kernels again" in caplog.text
+
+
+FACTS = """
+import sys
+from pathlib import Path
+from baton.engine.config import EngineConfig
+from baton.engine.startup.arenas import engine_caches
+from baton.engine.startup.model_config import read_model_config
+
+for model in sys.argv[1:]:
+    config = EngineConfig.from_args({"model": model, "load_format": "dummy"})
+    model_config = read_model_config(config)
+    print(repr([config, model_config, engine_caches(model_config).layout]))
+"""
+
+
+def test_the_facts_of_an_engine_have_the_same_text_in_every_process(tmp_path: Path) -> None:
+    """Else each start would record its kernels again, and nobody would notice."""
+    models = []
+    for architecture in ("qwen3_next", "gpt_oss", "deepseek_v3"):
+        models.append(str(write_checkpoint(tmp_path / architecture, architecture)))
+    texts = [run(FACTS, *models, PYTHONHASHSEED=seed).stdout for seed in ("1", "2")]
+    assert texts[0] == texts[1]
+    assert len(texts[0].splitlines()) == len(models)
+    assert " at 0x" not in texts[0]
