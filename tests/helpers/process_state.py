@@ -17,8 +17,9 @@ from typing import Any
 LOGGERS = ("baton", "ray.serve", "ray.autoscaler")  # with the loggers below them, and the root logger
 # Without SIGINT: event loops and servers within them set it in turn, and restore what they found.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
-# Set by pytest; by torch when it compiles something or first uses a GPU; by Ray when it is imported.
-OTHERS_VARIABLES = ("PYTEST_", "TORCH", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING", "RAY_CLIENT_MODE")
+# Set by pytest; by torch when it compiles something or first uses a GPU; by Ray, and by scikit-learn, which
+# `transformers` imports where it is installed, when they are imported.
+OTHERS_VARIABLES = ("PYTEST_", "TORCH", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING", "RAY_CLIENT_MODE", "KMP_")
 IMPORTED = ("torch.", "logs.")  # settings that exist once their module is imported
 SEED = 0
 NOTHING = "nothing"

@@ -18,6 +18,7 @@ from .gemm import product
 from .quantization import quantize
 
 MANY_TOKENS = {"rows": 256, "blocks": 128}  # granularity of the weight's scales -> tokens above which torch's is used
+TOKENS_OF_TORCH = 4  # its product takes a multiple of so many tokens if scales are per block
 
 
 def linear(
@@ -35,11 +36,9 @@ def linear(
         target = x.new_empty(x.shape[0], weight.shape[0])
     if x.shape[0] == 0:
         return target
-    quantized, scale = quantize(x, BLOCK if weight.in_blocks else x.shape[1], norm)
     if x.shape[0] > MANY_TOKENS[weight.scaled_by] and _torch_takes(weight, target):
-        if add_to is None:
-            return _product_of_torch(quantized, scale, weight, bias, target)
-        return add_to.add_(_product_of_torch(quantized, scale, weight, bias, torch.empty_like(target)))
+        return _linear_of_torch(x, weight, bias, norm, target, add=add_to is not None)
+    quantized, scale = quantize(x, BLOCK if weight.in_blocks else x.shape[1], norm)
     return product(quantized, scale, weight, bias, target, add=add_to is not None)
 
 
@@ -50,7 +49,17 @@ def _torch_takes(weight: Fp8Weight, out: Tensor) -> bool:
     return fits and out.dtype == torch.bfloat16 and out.is_contiguous()
 
 
-def _product_of_torch(quantized: Tensor, scale: Tensor, weight: Fp8Weight, bias: Tensor | None, out: Tensor) -> Tensor:
+def _linear_of_torch(
+    x: Tensor, weight: Fp8Weight, bias: Tensor | None, norm: RowNorm | None, target: Tensor, *, add: bool
+) -> Tensor:
+    group, multiple_of = (BLOCK, TOKENS_OF_TORCH) if weight.in_blocks else (x.shape[1], 1)
+    quantized, scale = quantize(x, group, norm, multiple_of=multiple_of)
+    is_whole = len(quantized) == len(x)
+    out = target if is_whole and not add else target.new_empty(len(quantized), target.shape[1])
     columns = weight.scale.T if weight.in_blocks else weight.scale[None, :]
     torch._scaled_mm(quantized, weight.data.T, scale.T, columns, out_dtype=out.dtype, use_fast_accum=False, out=out)
-    return out if bias is None else out.add_(bias)
+    if add:
+        target.add_(out[: len(x)])
+    elif not is_whole:
+        target.copy_(out[: len(x)])
+    return target if bias is None else target.add_(bias)

@@ -13,16 +13,17 @@ from baton.kernels.linear import RowNorm
 from ..weight import BLOCK, LARGEST
 
 
-def quantize(x: Tensor, group: int, norm: RowNorm | None = None) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, group: int, norm: RowNorm | None = None, *, multiple_of: int = 1) -> tuple[Tensor, Tensor]:
     """Quantize x [T, K], or its norm, to E4M3, with a scale for each `group` of values (128 or K).
 
-    See `reference.quantize`.
+    See `reference.quantize`. The results have `multiple_of` rows or a multiple of that, the last ones undefined.
     """
     num_tokens, depth = x.shape
+    num_rows = triton.cdiv(num_tokens, multiple_of) * multiple_of
     x = x if x.stride(1) == 1 else x.contiguous()
-    quantized = torch.empty((num_tokens, depth), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((depth // group, num_tokens), dtype=torch.float32, device=x.device)
-    shape = num_tokens, depth, x.stride(0)
+    quantized = torch.empty((num_rows, depth), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((depth // group, num_rows), dtype=torch.float32, device=x.device)
+    shape = num_rows, depth, x.stride(0)
     if norm is not None:
         columns = triton.next_power_of_2(depth)
         _quantize_normed_kernel[(num_tokens,)](
@@ -52,9 +53,9 @@ def quantize(x: Tensor, group: int, norm: RowNorm | None = None) -> tuple[Tensor
     return quantized, scale
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_groups_kernel(
-    x, quantized, scale, num_tokens, depth, stride, BLOCK: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr
+    x, quantized, scale, num_rows, depth, stride, BLOCK: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr
 ):
     """Quantize some groups of one token."""
     pdl.wait_for_previous()
@@ -68,11 +69,11 @@ def _quantize_groups_kernel(
     factor = tl.where(largest > 0, largest / LARGEST, 1.0)
     narrow = (values / factor[:, None]).to(quantized.dtype.element_ty)
     tl.store(quantized + token * depth + column, narrow, mask=exists[:, None])
-    tl.store(scale + group.to(tl.int64) * num_tokens + token, factor, mask=exists)
+    tl.store(scale + group.to(tl.int64) * num_rows + token, factor, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _quantize_tokens_kernel(x, quantized, scale, num_tokens, depth, stride, CHUNK: tl.constexpr, LARGEST: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_tokens_kernel(x, quantized, scale, num_rows, depth, stride, CHUNK: tl.constexpr, LARGEST: tl.constexpr):
     """Quantize one token: it is read for its largest value, and again, from the hardware cache, to be converted."""
     pdl.wait_for_previous()
     pdl.let_next_start()
@@ -93,13 +94,13 @@ def _quantize_tokens_kernel(x, quantized, scale, num_tokens, depth, stride, CHUN
     tl.store(scale + token, factor)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_normed_kernel(
     x,
     norm_weight,
     quantized,
     scale,
-    num_tokens,
+    num_rows,
     depth,
     stride,
     eps,
@@ -123,4 +124,4 @@ def _quantize_normed_kernel(
     narrow = (values / factor[:, None]).to(quantized.dtype.element_ty)
     tl.store(quantized + token * depth + column, narrow, mask=exists)
     group = tl.arange(0, GROUPS)
-    tl.store(scale + group.to(tl.int64) * num_tokens + token, factor, mask=group * GROUP < depth)
+    tl.store(scale + group.to(tl.int64) * num_rows + token, factor, mask=group * GROUP < depth)

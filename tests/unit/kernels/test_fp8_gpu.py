@@ -41,6 +41,21 @@ def test_an_input_is_quantized_as_by_the_reference(
     assert torch.equal(quantized.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4, 7])
+def test_quantized_rows_can_be_filled_up_to_a_multiple(triton_device: torch.device, tokens: int, normed: bool) -> None:
+    """As torch's product needs them, which takes four tokens, or eight, if scales are per block."""
+    x = torch.randn(tokens, 256, device=triton_device)
+    norm = RowNorm(torch.rand(256, device=triton_device), 1e-6) if normed else None
+    expected, expected_scale = quantization.quantize(x, 128, norm)
+    quantized, scale = quantization.quantize(x, 128, norm, multiple_of=4)
+    assert quantized.shape == (-(-tokens // 4) * 4, 256)
+    assert scale.T.shape == (len(quantized), 2)
+    assert scale.is_contiguous()
+    torch.testing.assert_close(quantized[:tokens].float(), expected.float(), rtol=0, atol=0)
+    torch.testing.assert_close(scale[:, :tokens], expected_scale, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("options", [TURNED, UPRIGHT], ids=["turned and split", "upright"])
 @pytest.mark.parametrize("in_blocks", [True, False])
 @pytest.mark.parametrize(("tokens", "columns", "depth"), [(1, 64, 256), (21, 200, 384)])
@@ -130,7 +145,7 @@ def test_every_default_compiles_to_8_bit_products_without_spills(options: Option
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_blocks", [True, False])
-@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 200, 2048])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 129, 200, 303, 2046, 2048])
 @pytest.mark.parametrize(("columns", "depth"), [(4096, 4096), (576, 2048)])
 def test_a_bfloat16_layer_is_as_exact_as_the_reference(tokens: int, columns: int, depth: int, in_blocks: bool) -> None:
     weight = random_weight(columns, depth, in_blocks=in_blocks, device="cuda")
