@@ -56,7 +56,7 @@ HALVES = gl.constexpr(2)  # a unit is processed in halves, each with products of
 UNIT = gl.constexpr(HALVES.value * KEYS.value)  # keys
 FITTINGS = Fittings(
     few_rows={64: Fitting(2, 3, 128), 128: Fitting(2, 3, 128)},
-    many_rows={64: Fitting(2, 3, 128), 128: Fitting(1, 6, 255)},
+    many_rows={64: Fitting(2, 3, 128), 128: Fitting(2, 2, 128)},
 )
 BOXES = {dim: gl.NVMMASharedLayout(dim, 8, 2) for dim in FITTINGS.few_rows}  # a swizzle spans a key
 

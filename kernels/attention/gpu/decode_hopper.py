@@ -45,7 +45,7 @@ from .decode_tma import (
 UNIT = KEYS  # keys
 FITTINGS = Fittings(
     few_rows={64: Fitting(2, 6, 128), 128: Fitting(2, 3, 128), 256: Fitting(1, 3, 255)},
-    many_rows={64: Fitting(2, 6, 128), 128: Fitting(1, 6, 255)},
+    many_rows={64: Fitting(2, 6, 128), 128: Fitting(2, 3, 128)},
 )
 
 

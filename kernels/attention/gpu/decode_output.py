@@ -23,7 +23,8 @@ from baton.kernels.split_kv import LOG2_E
 
 from .decode_plan import part_number
 
-PARTS_AT_ONCE = gl.constexpr(4)  # parts of a sequence that are loaded concurrently
+# rows of parts of a sequence that are loaded concurrently: with more, two programs of 32 rows would lack registers
+ROWS_AT_ONCE, MOST_PARTS_AT_ONCE = gl.constexpr(64), gl.constexpr(4)
 
 
 @record
@@ -128,7 +129,8 @@ def _combine_if_last(seq_begin, all_units, share, target, num_queries, output, v
     arrival = parts.arrivals + first_share * shape.HEADS + share.head
     if is_last_to_arrive(arrival, last_share - first_share):
         stored = StoredParts(parts, share.head, first_share, last_share, shape.REAL_ROWS)
-        merged = merge_stored(stored, _places_of_part, shape, shape.DIM, PARTS_AT_ONCE, shape.MMA)
+        AT_ONCE: gl.constexpr = min(MOST_PARTS_AT_ONCE, ROWS_AT_ONCE // shape.ROWS)
+        merged = merge_stored(stored, _places_of_part, shape, shape.DIM, AT_ONCE, shape.MMA)
         _write(merged, target, num_queries, output.sinks, value_scale, share.head, shape)
 
 
