@@ -131,7 +131,8 @@ def _chunks(
 ) -> None:
     num_chunks, heads, key_dim = batch.num_chunks, shape.num_heads, shape.key_dim
     precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
-    mixing, attention = (q.new_empty(num_chunks, heads, CHUNK, CHUNK) for _ in range(2))
+    squares = q.new_empty(num_chunks, heads, 2, CHUNK, CHUNK)
+    mixing, attention = squares.unbind(2)
     heads_of = {"NUM_HEADS": heads, "GROUP": shape.group, "KEY_DIM": key_dim, "KEYS": shape.padded_key_dim}
     sizes = {**heads_of, "CHUNK": CHUNK, "PRECISION": precision}
     inputs = (q, k, gate.decay, gate.beta, gate.log_rate, gate.bias, batch.chunk_start)
@@ -143,10 +144,11 @@ def _chunks(
         factors = q.new_empty((num_chunks, heads, key_dim), dtype=torch.float32)
         intra_chunk_per_dim[(heads, num_chunks)](
             *inputs,
-            *(mixing, attention, reads, queries, writes, factors),
+            *(mixing, attention, squares.view(torch.float32), reads, queries, writes, factors),
             *strides,
             scale,
             norm_eps or 0.0,
+            DIMS=min(CHUNK, shape.padded_key_dim),
             LEVELS=CHUNK.bit_length() - 1,
             **sizes,
             **{name: value for name, value in intra.items() if name != "HEADS"},
