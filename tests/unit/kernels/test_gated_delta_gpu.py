@@ -244,6 +244,20 @@ def test_a_decode_keeps_its_state_in_registers(values: int, per_dim: bool, num_p
     assert "prefetch.global.L2" in made.ptx
 
 
+@pytest.mark.parametrize("num_places", [0, 7])
+@pytest.mark.parametrize("per_dim", [False, True])
+@pytest.mark.parametrize(("values", "max_spill_bytes"), [(64, 0), (128, 256)])
+def test_the_sums_of_a_decode_by_columns_stay_within_a_warp(
+    values: int, max_spill_bytes: int, per_dim: bool, num_places: int
+) -> None:
+    options = {"VALUES": values, "LANES": 8, "WARPS": 4, "num_warps": 4}
+    words = {"num_places": num_places, "PER_DIM": per_dim, "PREFETCH": 32}
+    made = compiled(step.step_tokens_by_columns, options, max_spill_bytes=max_spill_bytes, **words)  # type: ignore[arg-type]
+    assert made.widest_load_bytes == 16
+    assert made.shared_bytes == 0
+    assert "prefetch.global.L2" in made.ptx
+
+
 @pytest.mark.slow
 def test_the_scan_runs_on_tensor_cores() -> None:
     assert compiled(scan.scan_chunks, WIDE_SCAN, max_spill_bytes=64, PER_DIM=False, write_keys=None).wgmma
@@ -283,6 +297,24 @@ def test_bfloat16_on_the_device(values: int, per_dim: bool) -> None:
     )
     options = {"VALUES": values, "num_warps": values // 16, "num_stages": 2}
     step.check(gpu.gated_delta, scan=options)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("per_dim", [False, True])
+@pytest.mark.parametrize("heads", [QWEN, OLMO], ids=str)
+@pytest.mark.parametrize(("values", "lanes", "warps"), [(16, 8, 1), (64, 8, 4), (64, 4, 2)])
+def test_decodes_by_columns_on_the_device(heads: Heads, values: int, lanes: int, warps: int, per_dim: bool) -> None:
+    step = delta_step(
+        [1, 4, 0, 1, 3],
+        torch.device("cuda"),
+        heads=heads,
+        dtype=torch.bfloat16,
+        decode_tokens=4,
+        per_dim=per_dim,
+        fresh=[1],
+    )
+    step.check(gpu.gated_delta, step={"VALUES": values, "LANES": lanes, "num_warps": warps})
 
 
 @pytest.mark.gpu
