@@ -191,7 +191,8 @@ def convolve_decode_kernel(
 ):
     pdl.let_next_start()
     seq = tl.program_id(1)
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    first_channel = tl.program_id(0) * CHANNELS
+    channel = first_channel + tl.arange(0, CHANNELS // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     exists = channel < NUM_CHANNELS
     begin = tl.load(query_start + seq)
     length = tl.load(query_start + seq + 1) - begin
@@ -200,15 +201,24 @@ def convolve_decode_kernel(
     target = tl.load(targets + seq).to(tl.int64)
     inputs = x + begin.to(tl.int64) * x_stride
     results = out + begin.to(tl.int64) * out_stride
-    tail = state + source * state_stride
-    newest, second, third, oldest = _factors(weight, channel, WIDTH, NUM_CHANNELS)
-    shift = tl.zeros([CHANNELS], tl.float32)
+    factors = _load_columns(weight, first_channel, True, CHANNELS, WIDTH, NUM_CHANNELS)
+    newest, second = factors[WIDTH - 1].to(tl.float32), factors[WIDTH - 2].to(tl.float32)
+    third, oldest = tl.zeros(channel.shape, tl.float32), tl.zeros(channel.shape, tl.float32)
+    if WIDTH > 2:
+        third = factors[WIDTH - 3].to(tl.float32)
+    if WIDTH > 3:
+        oldest = factors[WIDTH - 4].to(tl.float32)
+    shift = tl.zeros(channel.shape, tl.float32)
     if bias is not None:
         shift = tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
     pdl.wait_for_previous()
-    before1 = _in_tail(tail, source, 1, channel, WIDTH, NUM_CHANNELS)
-    before2 = _in_tail(tail, source, 2, channel, WIDTH, NUM_CHANNELS)
-    before3 = _in_tail(tail, source, 3, channel, WIDTH, NUM_CHANNELS)
+    tail = _load_columns(state + source * state_stride, first_channel, source >= 0, CHANNELS, WIDTH - 1, NUM_CHANNELS)
+    before1 = tail[WIDTH - 2].to(tl.float32)
+    before2, before3 = tl.zeros(channel.shape, tl.float32), tl.zeros(channel.shape, tl.float32)
+    if WIDTH > 2:
+        before2 = tail[WIDTH - 3].to(tl.float32)
+    if WIDTH > 3:
+        before3 = tail[WIDTH - 4].to(tl.float32)
     if NUM_PLACES > 0:
         own = tl.load(replay_rows + seq).to(tl.int64) * NUM_PLACES
         start = tl.load(replay_starts + seq)
@@ -238,7 +248,60 @@ def convolve_decode_kernel(
             last1, last2, last3 = before1, before2, before3
     tl.debug_barrier()  # all warps have read the old tail, which may be in the same slot
     if target >= 0 and length > 0:
-        _store_tail(state + target * state_stride, (last1, last2, last3), channel, WIDTH, NUM_CHANNELS)
+        own_tail = state + target * state_stride
+        _store_columns(own_tail, (last3, last2, last1), first_channel, CHANNELS, WIDTH - 1, NUM_CHANNELS)
+
+
+@triton.jit
+def _load_columns(rows, first_channel, exist, CHANNELS: tl.constexpr, COUNT: tl.constexpr, NUM_CHANNELS: tl.constexpr):
+    """Return the COUNT columns of `rows` [NUM_CHANNELS, COUNT], each as a tile [CHANNELS / 4, 4]; zeros unless `exist`.
+
+    A thread loads the rows of four neighbouring channels with COUNT wide loads, and sorts their values in registers.
+    """
+    group = tl.arange(0, CHANNELS // 4)[:, None] * (4 * COUNT) + tl.arange(0, 4)[None, :]
+    values = ()
+    for word in tl.static_range(COUNT):
+        cell = first_channel * COUNT + group + 4 * word
+        known = cell < tl.where(exist, NUM_CHANNELS * COUNT, 0)
+        values = values + _parts(tl.load(rows + cell, mask=known, other=0.0))
+    columns = ()
+    for column in tl.static_range(COUNT):
+        columns = columns + (
+            _whole(values[column], values[COUNT + column], values[2 * COUNT + column], values[3 * COUNT + column]),
+        )
+    return columns
+
+
+@triton.jit
+def _store_columns(rows, last, first_channel, CHANNELS: tl.constexpr, COUNT: tl.constexpr, NUM_CHANNELS: tl.constexpr):
+    """Store the last COUNT of the three tiles `last` as the columns of `rows` [NUM_CHANNELS, COUNT]."""
+    dtype: tl.constexpr = rows.dtype.element_ty
+    parts = _parts(last[0].to(dtype)) + _parts(last[1].to(dtype)) + _parts(last[2].to(dtype))
+    values = ()
+    for channel in tl.static_range(4):
+        for column in tl.static_range(3 - COUNT, 3):
+            values = values + (parts[4 * column + channel],)
+    group = tl.arange(0, CHANNELS // 4)[:, None] * (4 * COUNT) + tl.arange(0, 4)[None, :]
+    for word in tl.static_range(COUNT):
+        cell = first_channel * COUNT + group + 4 * word
+        own = _whole(values[4 * word], values[4 * word + 1], values[4 * word + 2], values[4 * word + 3])
+        tl.store(rows + cell, own, mask=cell < NUM_CHANNELS * COUNT)
+
+
+@triton.jit
+def _parts(tile):
+    """Return the four columns of a tile [N, 4]."""
+    even, odd = tl.split(tl.reshape(tile, (tile.shape[0], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _whole(first, second, third, fourth):
+    """Return the tile [N, 4] with these columns."""
+    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(pairs, (first.shape[0], 4))
 
 
 @triton.jit
@@ -288,16 +351,6 @@ def _input(inputs, x_stride, tail, source, place, channel, WIDTH: tl.constexpr, 
 def _where(condition, channel, NUM_CHANNELS: tl.constexpr):
     """Return the mask of existing channels, and of none if the scalar `condition` is false."""
     return channel < tl.where(condition, NUM_CHANNELS, 0)
-
-
-@triton.jit
-def _in_tail(tail, source, BACK: tl.constexpr, channel, WIDTH: tl.constexpr, NUM_CHANNELS: tl.constexpr):
-    """Return the input [CHANNELS] that is BACK tokens before a sequence's first one, or 0."""
-    value = tl.zeros(channel.shape, tl.float32)
-    if BACK < WIDTH:
-        cells = tail + channel * (WIDTH - 1) + WIDTH - 1 - BACK
-        value = tl.load(cells, mask=_where(source >= 0, channel, NUM_CHANNELS), other=0.0).to(tl.float32)
-    return value
 
 
 @triton.jit

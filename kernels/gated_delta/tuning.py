@@ -16,8 +16,11 @@ from .bench import GDN, KDA, DeltaModel, step
 from .gpu.options import Shape, intra_key, scan_key, step_key
 
 STEPS: list[Options] = [
-    {"VALUES": values, "num_warps": warps}
-    for values, warps in ((8, 1), (8, 2), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8))
+    {"VALUES": values, "LANES": lanes, "num_warps": warps}
+    for values, lanes, warps in (
+        *((8, 0, 1), (16, 0, 1), (16, 0, 2), (32, 0, 1), (32, 0, 2), (32, 0, 4)),
+        *((16, 8, 1), (32, 4, 1), (32, 8, 2), (64, 8, 2), (64, 8, 4), (128, 4, 4), (128, 8, 4)),
+    )
 ]
 INTRAS: list[Options] = [
     {"HEADS": heads, "SOLVE": solve, "num_warps": warps, "num_stages": 1}

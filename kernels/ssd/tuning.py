@@ -17,7 +17,11 @@ from .gpu.options import SSDShape, scan_key, step_key
 
 STEPS: list[Options] = [
     {"VALUES": values, "num_warps": warps}
-    for values, warps in ((4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 4), (32, 8), (64, 4), (64, 8))
+    for values, warps in (
+        *((4, 1), (8, 1), (16, 1), (32, 1)),
+        *((8, 2), (16, 2), (32, 2), (64, 2)),
+        *((16, 4), (32, 4), (64, 4)),
+    )
 ]
 SCANS: list[Options] = [
     {"HEADS": heads, "VALUES": values, "num_warps": warps, "num_stages": stages}

@@ -1,6 +1,6 @@
 """The gated delta rule on a GPU.
 
-    decodes     `step`: one kernel, which reads and writes each state once
+    decodes     `step`: one kernel, which reads and writes each state once; the option LANES chooses between two
     others      `intra` (one decay per head) or `intra_per_dim`: everything that needs no state, for all chunks in
                 parallel; then `scan`: the states from chunk to chunk, with outputs and checkpoints
 
@@ -22,7 +22,7 @@ from .intra import FACTORS, intra_chunk
 from .intra_per_dim import intra_chunk_per_dim
 from .options import Shape, intra_options, scan_options, step_options
 from .scan import scan_chunks
-from .step import step_tokens
+from .step import step_tokens, step_tokens_by_columns
 
 __all__ = ["gated_delta"]
 
@@ -74,7 +74,10 @@ def _step(
     options: Options,
 ) -> None:
     values, replay = options["VALUES"], batch.replay
-    step_tokens[(shape.value_dim // values, shape.num_heads, batch.most_decodes)](
+    kernel, words = step_tokens, {"VALUES": values, "num_warps": options["num_warps"]}
+    if lanes := options["LANES"]:
+        kernel, words = step_tokens_by_columns, words | {"WARPS": options["num_warps"], "LANES": lanes}
+    kernel[(shape.value_dim // values, shape.num_heads, batch.most_decodes)](
         q,
         k,
         v,
@@ -110,7 +113,7 @@ def _step(
         NORM=norm_eps is not None,
         BETA_SCALE=gate.beta_scale,
         PREFETCH=min(values, LINE_BYTES // state.element_size()) if pdl.SUPPORTED.value else 0,
-        **options,
+        **words,
         **pdl.launch_options(),
     )
 
@@ -131,7 +134,8 @@ def _chunks(
 ) -> None:
     num_chunks, heads, key_dim = batch.num_chunks, shape.num_heads, shape.key_dim
     precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
-    mixing, attention = (q.new_empty(num_chunks, heads, CHUNK, CHUNK) for _ in range(2))
+    squares = q.new_empty(num_chunks, heads, 2, CHUNK, CHUNK)
+    mixing, attention = squares.unbind(2)
     heads_of = {"NUM_HEADS": heads, "GROUP": shape.group, "KEY_DIM": key_dim, "KEYS": shape.padded_key_dim}
     sizes = {**heads_of, "CHUNK": CHUNK, "PRECISION": precision}
     inputs = (q, k, gate.decay, gate.beta, gate.log_rate, gate.bias, batch.chunk_start)
@@ -143,10 +147,11 @@ def _chunks(
         factors = q.new_empty((num_chunks, heads, key_dim), dtype=torch.float32)
         intra_chunk_per_dim[(heads, num_chunks)](
             *inputs,
-            *(mixing, attention, reads, queries, writes, factors),
+            *(mixing, attention, squares.view(torch.float32), reads, queries, writes, factors),
             *strides,
             scale,
             norm_eps or 0.0,
+            DIMS=min(CHUNK, shape.padded_key_dim),
             LEVELS=CHUNK.bit_length() - 1,
             **sizes,
             **{name: value for name, value in intra.items() if name != "HEADS"},

@@ -9,17 +9,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from baton.kernels import pdl
 from baton.kernels.split_kv import LOG2_E
 
 
 @triton.jit
 def log2_decay(decay, rate, bias):
     """Return the binary logarithm of a state's decay factor. `rate` is exp(log_rate), or None if `decay` is g."""
-    value = decay.to(tl.float32)
+    value = decay.to(tl.float32) * LOG2_E
     if rate is not None:
-        x = value + bias
-        value = -rate * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
-    return value * LOG2_E
+        x = value + bias * LOG2_E
+        value = -rate * (tl.maximum(x, 0.0) + _log2_up_to_2(1.0 + exp2_to_1(-tl.abs(x))))
+    return value
+
+
+@triton.jit
+def _log2_up_to_2(x):
+    """Return log2 of x from 1 to 2, within 2 ** -22. `tl.log2` takes tens of instructions and a branch per value."""
+    if pdl.SUPPORTED:
+        result = tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = tl.log2(x)
+    return result
+
+
+@triton.jit
+def exp2_to_1(x):
+    """Return 2 ** x for x of at most 0, and 0 where that is no normal number: `tl.exp2` keeps denormal ones."""
+    if pdl.SUPPORTED:
+        result = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = tl.exp2(x)
+    return result
 
 
 @triton.jit
@@ -63,7 +88,7 @@ def store_dims(cells, values, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr):
 @triton.jit
 def reciprocal_length(squares, eps, NORM: tl.constexpr):
     """Return the factors that normalize vectors with these sums of squares to length 1; ones without NORM."""
-    length = tl.full(squares.shape, 1.0, tl.float32)
+    length = tl.where(squares < 0.0, 0.0, 1.0)  # ones, in the layout of `squares`
     if NORM:
         length = tl.rsqrt(squares + eps)
     return length

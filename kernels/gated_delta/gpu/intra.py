@@ -70,7 +70,7 @@ def intra_chunk(
     log_rate,  # [NUM_HEADS] float32 or None
     bias,
     chunk_start,  # [num_chunks + 1]
-    mixing,  # [num_chunks, NUM_HEADS, CHUNK, CHUNK]
+    mixing,  # [num_chunks, NUM_HEADS, 2, CHUNK, CHUNK]: these and the next
     attention,
     factors,  # [num_chunks, NUM_HEADS, FACTORS, CHUNK] float32
     q_stride,
@@ -131,7 +131,7 @@ def intra_chunk(
         dependence = tl.where(on_diagonal, 0.0, key_products * kept * strength[:, None])
         solved = unit_lower_inverse(dependence, CHUNK, SOLVE, PRECISION) * strength[None, :]
         place = chunk.to(tl.int64) * NUM_HEADS + head
-        squares = place * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :]
+        squares = place * 2 * CHUNK * CHUNK + row[:, None] * CHUNK + row[None, :]
         tl.store(mixing + squares, solved.to(mixing.dtype.element_ty))
         tl.store(attention + squares, (query_products * kept).to(attention.dtype.element_ty))
         vectors = factors + place * FACTORS * CHUNK + row

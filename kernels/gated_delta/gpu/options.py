@@ -10,9 +10,8 @@ from baton.kernels import tuned
 from baton.kernels.launch import multiprocessors
 from baton.kernels.tuned import Options
 
-STEP: Options = {"VALUES": 32, "num_warps": 4}
+STEP: Options = {"VALUES": 32, "LANES": 0, "num_warps": 2}  # without LANES: `step_tokens`, which the interpreter runs
 INTRA: Options = {"HEADS": 1, "SOLVE": 16, "num_warps": 4, "num_stages": 1}
-INTRA_PER_DIM: Options = {**INTRA, "num_warps": 8}
 SCAN: Options = {"VALUES": 32, "num_warps": 4, "num_stages": 2}
 WIDE_SCAN: Options = {"VALUES": 128, "num_warps": 8, "num_stages": 2}  # if one program per head fills the device
 
@@ -58,8 +57,7 @@ def step_options(shape: Shape, num_seqs: int, device: torch.device) -> Options:
 
 
 def intra_options(shape: Shape, num_tokens: int, device: torch.device) -> Options:
-    default = INTRA_PER_DIM if shape.per_dim else INTRA
-    return tuned.config("gated_delta", device, intra_key(shape, num_tokens), default)
+    return tuned.config("gated_delta", device, intra_key(shape, num_tokens), INTRA)
 
 
 def scan_options(shape: Shape, num_seqs: int, num_tokens: int, device: torch.device) -> Options:

@@ -26,7 +26,7 @@ def scan_chunks(
     k,
     write_keys,  # None, or like k: the keys that are multiplied by the changes
     v,  # [T, NUM_HEADS, VALUE_DIM], tokens v_stride apart
-    mixing,  # [num_chunks, NUM_HEADS, CHUNK, CHUNK]
+    mixing,  # [num_chunks, NUM_HEADS, 2, CHUNK, CHUNK]: these and the next
     attention,
     factors,  # [num_chunks, NUM_HEADS, FACTORS, CHUNK], or decay factors of states [num_chunks, NUM_HEADS, KEY_DIM]
     state,  # [slots, NUM_HEADS, KEY_DIM, VALUE_DIM] float32, slots state_stride apart
@@ -91,8 +91,8 @@ def scan_chunks(
             write_key = tl.load(vectors + WRITE_KEY * CHUNK)[None, :]
             keep = tl.load(factors + (place * FACTORS + KEEP) * CHUNK)
         values = tl.load(v + token * v_stride + head * VALUE_DIM + value[None, :], mask=known, other=0.0)
-        solved = tl.load(mixing + place * CHUNK * CHUNK + tile)
-        weights = tl.load(attention + place * CHUNK * CHUNK + tile)
+        solved = tl.load(mixing + place * 2 * CHUNK * CHUNK + tile)
+        weights = tl.load(attention + place * 2 * CHUNK * CHUNK + tile)
 
         rounded = kept.to(keys.dtype)
         read = tl.dot(rounded, tl.trans(keys), input_precision=PRECISION)

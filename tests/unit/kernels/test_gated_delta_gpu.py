@@ -22,7 +22,6 @@ from baton.kernels.gated_delta.gpu import intra, intra_per_dim, scan, step  # no
 from baton.kernels.gated_delta.gpu.intra import unit_lower_inverse  # noqa: E402
 from baton.kernels.gated_delta.gpu.options import (  # noqa: E402
     INTRA,
-    INTRA_PER_DIM,
     SCAN,
     STEP,
     WIDE_SCAN,
@@ -193,7 +192,7 @@ def test_the_inverse_of_a_triangle(block: int, triton_device: torch.device) -> N
 TENSORS = ("q", "k", "v", "decay", "beta", "mixing", "attention", "out", "read_keys", "read_queries", "write_keys")
 TYPES = {
     **dict.fromkeys(TENSORS, "*bf16"),
-    **dict.fromkeys(("log_rate", "bias", "factors", "keep", "state"), "*fp32"),
+    **dict.fromkeys(("log_rate", "bias", "factors", "keep", "totals", "state"), "*fp32"),
     **dict.fromkeys(("query_start", "sources", "targets", "num_decodes"), "*i32"),
     **dict.fromkeys(("chunk_start", "checkpoints", "seq_chunks"), "*i32"),
     **dict.fromkeys(("q_stride", "k_stride", "v_stride", "decay_stride", "beta_stride"), "i32:16"),
@@ -230,9 +229,9 @@ def test_the_intra_chunk_kernel_runs_on_tensor_cores() -> None:
 
 @pytest.mark.slow
 def test_the_intra_chunk_kernel_of_decays_per_dimension_runs_on_tensor_cores() -> None:
-    words = {"GROUP": 1, "LEVELS": 6}
-    made = compiled(intra_per_dim.intra_chunk_per_dim, INTRA_PER_DIM, max_spill_bytes=192, **words)
-    assert made.ptx.count("wgmma.mma_async") < 100  # the levels are a loop, not unrolled
+    words = {"GROUP": 1, "DIMS": 64, "LEVELS": 6}
+    made = compiled(intra_per_dim.intra_chunk_per_dim, INTRA, max_spill_bytes=704, **words)
+    assert made.ptx.count("wgmma.mma_async") < 120  # the levels are a loop, not unrolled
 
 
 @pytest.mark.parametrize("num_places", [0, 7])
@@ -242,6 +241,20 @@ def test_a_decode_keeps_its_state_in_registers(values: int, per_dim: bool, num_p
     options = {"VALUES": values, "num_warps": {8: 1, 32: 4, 128: 8}[values]}
     made = compiled(step.step_tokens, options, num_places=num_places, PER_DIM=per_dim, PREFETCH=min(values, 32))
     assert made.widest_load_bytes == 16
+    assert "prefetch.global.L2" in made.ptx
+
+
+@pytest.mark.parametrize("num_places", [0, 7])
+@pytest.mark.parametrize("per_dim", [False, True])
+@pytest.mark.parametrize(("values", "max_spill_bytes"), [(64, 0), (128, 256)])
+def test_the_sums_of_a_decode_by_columns_stay_within_a_warp(
+    values: int, max_spill_bytes: int, per_dim: bool, num_places: int
+) -> None:
+    options = {"VALUES": values, "LANES": 8, "WARPS": 4, "num_warps": 4}
+    words = {"num_places": num_places, "PER_DIM": per_dim, "PREFETCH": 32}
+    made = compiled(step.step_tokens_by_columns, options, max_spill_bytes=max_spill_bytes, **words)  # type: ignore[arg-type]
+    assert made.widest_load_bytes == 16
+    assert made.shared_bytes == 0
     assert "prefetch.global.L2" in made.ptx
 
 
@@ -284,6 +297,24 @@ def test_bfloat16_on_the_device(values: int, per_dim: bool) -> None:
     )
     options = {"VALUES": values, "num_warps": values // 16, "num_stages": 2}
     step.check(gpu.gated_delta, scan=options)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("per_dim", [False, True])
+@pytest.mark.parametrize("heads", [QWEN, OLMO], ids=str)
+@pytest.mark.parametrize(("values", "lanes", "warps"), [(16, 8, 1), (64, 8, 4), (64, 4, 2)])
+def test_decodes_by_columns_on_the_device(heads: Heads, values: int, lanes: int, warps: int, per_dim: bool) -> None:
+    step = delta_step(
+        [1, 4, 0, 1, 3],
+        torch.device("cuda"),
+        heads=heads,
+        dtype=torch.bfloat16,
+        decode_tokens=4,
+        per_dim=per_dim,
+        fresh=[1],
+    )
+    step.check(gpu.gated_delta, step={"VALUES": values, "LANES": lanes, "num_warps": warps})
 
 
 @pytest.mark.gpu
