@@ -43,9 +43,10 @@ class FlashShape:
     BLOCK_SIZE: gl.constexpr  # size of pages that may hold NaN after the last key; None: all values are finite
     HAS_WINDOW: gl.constexpr
     HAS_CAP: gl.constexpr
+    STORES_SUMS: gl.constexpr  # results are stored in the layout of sums: to change it takes shared memory
 
     @gluon.constexpr_function
-    def __init__(self, PACK, KEYS, DIM, VALUE, BLOCK_SIZE, HAS_WINDOW, HAS_CAP):
+    def __init__(self, PACK, KEYS, DIM, VALUE, BLOCK_SIZE, HAS_WINDOW, HAS_CAP, STORES_SUMS=False):
         self.PACK = gl.constexpr(PACK)
         self.TOKENS = gl.constexpr(ROWS.value // PACK)
         self.KEYS = gl.constexpr(KEYS)
@@ -55,6 +56,7 @@ class FlashShape:
         self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
         self.HAS_WINDOW = gl.constexpr(HAS_WINDOW)
         self.HAS_CAP = gl.constexpr(HAS_CAP)
+        self.STORES_SUMS = gl.constexpr(STORES_SUMS)
 
 
 @record
@@ -113,6 +115,7 @@ class FlashOutput:
     out: gl.tensor
     token_stride: Value
     head_stride: Value
+    v_scale: Value  # pointer to the scale of values; None: 1
 
 
 @gluon.jit
@@ -183,14 +186,15 @@ def consume(pipe, output, sinks, scoring, HALF: gl.constexpr, shape):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.VALUE, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.VALUE, shape.VALUE // 8], [4, 1], [1, 0])
+    ROWS_AT_ONCE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.VALUE, shape.VALUE // 8], [4, 1], [1, 0])
+    STORE: gl.constexpr = SUMS if shape.STORES_SUMS else ROWS_AT_ONCE
     dtype: gl.constexpr = pipe.keys.slabs.dtype
     row = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
     out_row = gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
     dim = gl.arange(0, shape.VALUE, gl.SliceLayout(0, STORE))
     turn = 0
     n = 0
-    token, count, first_position, first_head = _read_tile_info(pipe, turn)
+    token, count, first_position, first_head = read_tile_info(pipe, turn)
     while count > 0:
         position = first_position + HALF * shape.TOKENS + row // shape.PACK
         top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
@@ -231,6 +235,8 @@ def consume(pipe, output, sinks, scoring, HALF: gl.constexpr, shape):
         pipe.values.release(n - 1)
 
         total = gl.where(total == 0.0, 1.0, total)
+        if output.v_scale is not None:
+            total = total / gl.load(output.v_scale)
         result = sums / gl.expand_dims(gl.convert_layout(total, gl.SliceLayout(1, SUMS)), 1)
         tile_token = HALF * shape.TOKENS + out_row // shape.PACK
         head = first_head + out_row % shape.PACK
@@ -241,13 +247,13 @@ def consume(pipe, output, sinks, scoring, HALF: gl.constexpr, shape):
             mask=gl.expand_dims(tile_token < count, 1),
         )
         turn += 1
-        token, count, first_position, first_head = _read_tile_info(pipe, turn)
+        token, count, first_position, first_head = read_tile_info(pipe, turn)
 
 
 @gluon.jit
-def _read_tile_info(pipe, turn):
+def read_tile_info(pipe, turn, WARPS: gl.constexpr = 4):
     """Wait for queries; return (token, count, first position, first head) of their tile. Count 0: no more tiles."""
-    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     pipe.queries.await_full(turn)
     words = pipe.tile_info.load(WORDS)
     word = gl.arange(0, 4, WORDS)

@@ -3,7 +3,7 @@
 one short decode        decode_short
 decodes                 decode_hopper (16-bit cache), decode_fp8_hopper (E4M3 cache), decode (any device and type)
 prefill, few tokens     prefill_split_kv
-prefill, many tokens    prefill_hopper, prefill_tiles (any device and type)
+prefill, many tokens    prefill_hopper (16-bit or E4M3 cache), prefill_tiles (any device and type)
 
 The kernels for decodes also serve decodes with a few drafts.
 """

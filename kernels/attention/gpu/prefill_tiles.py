@@ -107,6 +107,17 @@ def units_of_stored(score_unit, cap_scale, k_scale, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
+def as_operand(stored, dtype: tl.constexpr):
+    """Convert stored keys or values to the type of the queries.
+
+    From 8 bits to bfloat16 by way of float32, since the device's direct conversion of float16 to bfloat16 is slower.
+    """
+    if stored.dtype.primitive_bitwidth == 8 and dtype == tl.bfloat16:
+        stored = stored.to(tl.float32)
+    return stored.to(dtype)
+
+
+@triton.jit
 def weighted_mean(acc, total, v_scale):
     """Return the result of every row's running softmax; zeros for rows without keys."""
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -156,7 +167,7 @@ def attend_keys(
         place = (block * block_stride + key % BLOCK_SIZE * TOKEN_STRIDE)[:, None]
         mask = exists[:, None] & (dim < DIM)[None, :] if DIM != PADDED_DIM else exists[:, None]
         k = tl.load(k_base + (place + dim[None, :]), mask=mask, other=0.0)
-        scores = tl.dot(query, k.to(query.dtype).T, input_precision=FLOAT32)
+        scores = tl.dot(query, as_operand(k, query.dtype).T, input_precision=FLOAT32)
         if HAS_CAP:
             scores = 1 - 2 / (tl.exp2(scores * cap_scale) + 1)
         if MASKED:
@@ -175,7 +186,9 @@ def attend_keys(
         if VALUE_DIM != PADDED_VALUE_DIM:
             value_mask = value_mask & (value_dim < VALUE_DIM)[None, :]
         v = tl.load(v_base + (place + value_dim[None, :]), mask=value_mask, other=0.0)
-        acc = tl.dot(weights.to(query.dtype), v.to(query.dtype), acc * shrink[:, None], input_precision=FLOAT32)
+        acc = tl.dot(
+            weights.to(query.dtype), as_operand(v, query.dtype), acc * shrink[:, None], input_precision=FLOAT32
+        )
         top = new_top
     return acc, total, top
 

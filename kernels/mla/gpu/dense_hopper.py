@@ -152,7 +152,7 @@ def attend_rows(
     shape = FlashShape(1, KEYS, NOPE + ROPE, VALUE, None, False, False)
     scoring = FlashScoring(gl.to_tensor(0), score_unit, score_unit)
     pipe = new_pipe(rows.dtype, shape)
-    output = FlashOutput(out, token_stride, head_stride)
+    output = FlashOutput(out, token_stride, head_stride, None)
     num_tiles = gl.load(tile_count)
     tiles = TileQueue(items, num_tiles, num_tiles * num_heads, queue)
     gl.warp_specialize(

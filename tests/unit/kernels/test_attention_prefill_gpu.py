@@ -134,7 +134,7 @@ def test_a_float8_cache_is_scaled_back(gpu: ModuleType, triton_device: torch.dev
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_hopper_kernel_does_not_serve_a_cache_with_scales(triton_device: torch.device) -> None:
+def test_the_hopper_kernel_serves_scales_of_8_bit_caches_only(triton_device: torch.device) -> None:
     from baton.kernels.attention.gpu import prefill_hopper
 
     sequences = on_device(paged_sequences([200], [200], head_dim=64, dtype=torch.float16), triton_device)
@@ -142,6 +142,9 @@ def test_the_hopper_kernel_does_not_serve_a_cache_with_scales(triton_device: tor
     one = torch.ones(1, device=triton_device)
     rules = [AttentionRule(0.125), AttentionRule(0.125, k_scale=one), AttentionRule(0.125, v_scale=one)]
     assert [prefill_hopper.fits(q, sequences.kv, plan, rule) for rule in rules] == [True, False, False]
+    in_8_bits = sequences.kv.to(torch.float8_e4m3fn)
+    assert [prefill_hopper.fits(q, in_8_bits, plan, rule) for rule in rules] == [True, True, True]
+    assert not prefill_hopper.fits(q.float(), in_8_bits, plan, rules[0])
 
 
 def test_queries_may_be_a_view_into_a_fused_projection(gpu: ModuleType, triton_device: torch.device) -> None:
@@ -254,6 +257,52 @@ def test_long_and_short_tiles_in_bfloat16_equal_the_reference(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"scaled": True, "window": 100}, {"scaled": True, "soft_cap": 20.0}], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "dtype"),
+    [
+        (64, 16, torch.bfloat16),
+        (128, 16, torch.bfloat16),
+        (128, 64, torch.bfloat16),
+        (128, 8, torch.float16),
+        (256, 16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_long_tiles_over_8_bit_caches_equal_the_reference(
+    gpu: ModuleType,
+    triton_device: torch.device,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> None:
+    sequences = on_device(paged_sequences(*LARGE, head_dim=head_dim, block_size=block_size), triton_device)
+    stored = sequences.kv.to(torch.float8_e4m3fn)  # NaN stays NaN
+    options = dict(options)
+    if options.pop("scaled", False):
+        options["k_scale"], options["v_scale"] = torch.tensor([[0.25], [1.7]], device=triton_device)
+    q = queries(sequences.batch, 8, head_dim, dtype)
+    result = attend(gpu, q, stored, sequences.batch, **options)
+    clean, rule = without_poison(stored), AttentionRule(head_dim**-0.5, **options)
+    exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, rule)
+    same = reference.paged_attention(q, clean.to(dtype), LAYER, sequences.batch, rule)
+    assert_as_accurate(result, exact, same.to(dtype), 3.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_caches_of_the_same_values_in_8_and_16_bits_give_the_same_result(
+    gpu: ModuleType, triton_device: torch.device, head_dim: int
+) -> None:
+    sequences = on_device(paged_sequences([700, 1000], [5000, 1000], head_dim=head_dim), triton_device)
+    stored = sequences.kv.to(torch.float8_e4m3fn)
+    q = queries(sequences.batch, 8, head_dim, torch.bfloat16)
+    in_8_bits, in_16_bits = (attend(gpu, q, kv, sequences.batch) for kv in (stored, stored.to(torch.bfloat16)))
+    torch.testing.assert_close(in_8_bits, in_16_bits)
+
+
+@pytest.mark.gpu
 def test_blocks_beyond_4_gib_are_found(gpu: ModuleType, triton_device: torch.device) -> None:
     sequences = paged_sequences([200], [300], head_dim=128, num_kv_heads=8, dtype=torch.bfloat16)
     q = queries(on_device(sequences, triton_device).batch, 32, 128, torch.bfloat16)
@@ -267,18 +316,22 @@ def test_blocks_beyond_4_gib_are_found(gpu: ModuleType, triton_device: torch.dev
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_serves_other_lengths(gpu: ModuleType, triton_device: torch.device) -> None:
-    first = on_device(paged_sequences([50, 200], [300, 700], head_dim=128, dtype=torch.bfloat16), triton_device)
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_captured_graph_serves_other_lengths(
+    gpu: ModuleType, triton_device: torch.device, cache: torch.dtype
+) -> None:
+    first = on_device(paged_sequences([50, 200], [300, 700], head_dim=128), triton_device)
+    kv = first.kv.to(cache)
     q = queries(first.batch, 4, 128, torch.bfloat16)
-    attend(gpu, q, first.kv, first.batch)
+    attend(gpu, q, kv, first.batch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = attend(gpu, q, first.kv, first.batch)
+        captured = attend(gpu, q, kv, first.batch)
     for query_lens in ([249, 1], [100, 150]):
         starts = torch.tensor([0, query_lens[0], 250], dtype=torch.int32)
         first.batch.query_start.copy_(starts)
         graph.replay()
-        assert torch.equal(captured, attend(gpu, q, first.kv, first.batch))
+        assert torch.equal(captured, attend(gpu, q, kv, first.batch))
 
 
 @pytest.mark.gpu
