@@ -1,5 +1,5 @@
-// Gumbel noise of a token, as a function of (seed, position, token): a hash, then two logarithms. And an upper bound of
-// the noise that costs no logarithm.
+// Gumbel noise of a token, as a function of (seed, position, token): hashes, then logarithms. And an upper bound of the
+// noise of a group of tokens that costs no logarithm. See sampling/noise.py.
 #pragma once
 #include <cmath>
 
@@ -10,8 +10,9 @@
 
 namespace baton {
 
-constexpr int GROUP = 64;  // tokens that share counters, see sampling/noise.py
-constexpr int WORDS = GROUP / LANES;
+constexpr int MEMBERS = 8;        // tokens of a group
+constexpr int GROUP_LANES = 256;  // tokens between two members of a group
+constexpr int TILE = MEMBERS * GROUP_LANES;
 
 typedef uint64_t u64x8 __attribute__((vector_size(64)));
 
@@ -36,8 +37,8 @@ struct NoiseKey {
 };
 
 // Philox-4x32-10 of eight counters. Words live in the low halves of the lanes; high halves are ignored.
-inline void philox(u64x8 counter, const NoiseKey& key, u64x8 out[4]) {
-    u64x8 c0 = counter, c1 = u64x8{} + key.position[0], c2 = u64x8{} + key.position[1], c3 = {};
+inline void philox(u64x8 counter, const NoiseKey& key, uint32_t level, u64x8 out[4]) {
+    u64x8 c0 = counter, c1 = u64x8{} + key.position[0], c2 = u64x8{} + key.position[1], c3 = u64x8{} + level;
     uint32_t k0 = key.seed[0], k1 = key.seed[1];
 #pragma GCC unroll 10  // vectors stay in registers only where their index is a constant: a draw is twice as fast
     for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
@@ -50,15 +51,14 @@ inline void philox(u64x8 counter, const NoiseKey& key, u64x8 out[4]) {
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-// The random words of the 64 tokens of a group, in the order of the tokens.
-inline void random_words(int64_t group, const NoiseKey& key, u32x16 out[WORDS]) {
-    const u64x8 evens = {0, 2, 4, 6, 8, 10, 12, 14};
-    u64x8 even[4], odd[4];
-    philox(evens + (uint64_t)group * LANES, key, even);
-    philox(evens + (uint64_t)group * LANES + 1, key, odd);
-#pragma GCC unroll 4
-    for (int w = 0; w < WORDS; w++)
-        out[w] = reinterpret_cast<u32x16>((even[w] & 0xffffffffu) | (odd[w] << 32));
+// The words of level 0 of 32 successive groups, in their order; `group` is a multiple of 32.
+inline void first_words(int64_t group, const NoiseKey& key, u32x16 out[2]) {
+    u64x8 by_counter[4];
+    philox(u64x8{0, 1, 2, 3, 4, 5, 6, 7} + (uint64_t)(group / 4), key, 0, by_counter);
+    u64x8 even = (by_counter[0] & 0xffffffffu) | (by_counter[1] << 32);  // words 0 and 1 of each counter
+    u64x8 odd = (by_counter[2] & 0xffffffffu) | (by_counter[3] << 32);
+    out[0] = reinterpret_cast<u32x16>(__builtin_shuffle(even, odd, u64x8{0, 8, 1, 9, 2, 10, 3, 11}));
+    out[1] = reinterpret_cast<u32x16>(__builtin_shuffle(even, odd, u64x8{4, 12, 5, 13, 6, 14, 7, 15}));
 }
 
 // `portable_log` of sampling/noise.py, operation by operation.
@@ -71,15 +71,69 @@ inline double portable_log(double x) {
     return exponent * M_LN2 + s * series;
 }
 
-inline double gumbel(uint32_t word) { return -portable_log(-portable_log((word + 0.5) * 0x1p-32)); }
-
-// At least the Gumbel noise of each word. With v = 1 - u, -log(-log u) <= -log v; and log2 of a float is at least its
-// bits read as a fixed-point number, since 1 + f <= 2^f turned around holds between powers of two.
-inline f32x16 gumbel_bound(u32x16 words) {
-    i32x16 half = reinterpret_cast<i32x16>(~words >> 1);
-    i32x16 bits = reinterpret_cast<i32x16>(__builtin_convertvector(half, f32x16));
-    return (float)M_LN2 * (31 + 127 - __builtin_convertvector(bits, f32x16) * 0x1p-23f);
+// -log u for u = (digits + 1/2) / 2^bits.
+inline double exponential_number(uint32_t digits, int bits) {
+    return -portable_log((digits + 0.5) / (double)(1ull << bits));
 }
+
+// The least of eight exponential numbers, from a word of level 0 or 1; and a number that is at most that, without a
+// logarithm: -log u >= 1 - u, and the 29 digits of 1 - u are those of u inverted, followed by a half.
+inline double least(uint32_t word) { return exponential_number(word / MEMBERS, 29) / MEMBERS; }
+inline f32x16 lower_bound_of_least(u32x16 words) {
+    u32x16 digits = ~(words | (uint32_t)(MEMBERS - 1)) | (uint32_t)(MEMBERS / 2);
+    // Converted as signed numbers, of which every CPU can convert a vector.
+    return __builtin_convertvector(reinterpret_cast<i32x16>(digits >> 1), f32x16) * 0x1p-34f;
+}
+inline float lower_bound_of_least(uint32_t word) { return (~(word | (MEMBERS - 1)) | (MEMBERS / 2)) * 0x1p-35f; }
+
+// At least -log x: log2 of a float is at least its bits read as a fixed-point number, since 2^f <= 1 + f between powers
+// of two.
+inline f32x16 minus_log_bound(f32x16 x) {
+    return (float)M_LN2 * (127 - __builtin_convertvector(reinterpret_cast<i32x16>(x), f32x16) * 0x1p-23f);
+}
+inline float minus_log_bound(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (float)M_LN2 * (127 - bits * 0x1p-23f);
+}
+
+// The random numbers of one group, computed as they are needed.
+class GroupNoise {
+public:
+    GroupNoise(int64_t group, uint32_t first_word, const NoiseKey& k)
+        : key(k), token(group / GROUP_LANES * TILE + group % GROUP_LANES), first(first_word) {
+        u64x8 words[4];
+        philox(u64x8{} + (uint64_t)(group / 4), key, 1, words);
+        second = (uint32_t)words[group % 4][0];
+    }
+
+    int holder() const { return first % MEMBERS; }  // the member with the most noise
+    float bound_of_holder() const { return minus_log_bound(lower_bound_of_least(first)); }
+    float bound_of_others() const {
+        return minus_log_bound(lower_bound_of_least(first) + lower_bound_of_least(second));
+    }
+
+    double of(int member) {
+        if (member == holder()) return -portable_log(least(first));
+        double rest = 0;
+        if (member != (int)(second % MEMBERS)) {
+            if (!has_third) {
+                u64x8 counters = (u64x8{0, 1, 2, 3, 4, 5, 6, 7} * GROUP_LANES + (uint64_t)token) / 4;
+                philox(counters, key, 2, third);
+                has_third = true;
+            }
+            rest = exponential_number((uint32_t)third[token % 4][member], 32);
+        }
+        return -portable_log(least(first) + (least(second) + rest));
+    }
+
+private:
+    const NoiseKey& key;
+    int64_t token;  // of member 0
+    uint32_t first, second;
+    u64x8 third[4];
+    bool has_third = false;
+};
 
 constexpr float GREATEST_NOISE = 22.9f;  // 33 log 2, rounded up
 

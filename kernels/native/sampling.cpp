@@ -1,7 +1,7 @@
 // Drawing tokens: truncation, temperature, Gumbel noise and argmax of a row of logits; penalties before it.
 //
-// The noise of a token is a hash of (seed, position, token) followed by two logarithms. For nearly all tokens,
-// a cheap upper bound of the noise shows that they lose; only tokens that might win are computed exactly.
+// The noise of a token is a hash of (seed, position, token) followed by logarithms. For nearly all groups of eight
+// tokens, a cheap upper bound of their noise shows that they lose; only tokens that might win are computed exactly.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -30,45 +30,56 @@ int64_t draw(const float* logits, int64_t n, float floor, float best, float temp
     const float inverse = 1 / temperature;
     int64_t winner = first_index_of(logits, n, best);
     double winning = -std::numeric_limits<double>::infinity();
-    u32x16 words[WORDS];
-    auto score = [&](float x, uint32_t word) { return (double)x / temperature + gumbel(word); };
-    // Tokens that cannot exceed `goal` are skipped. The margin covers the rounding errors of float bounds.
+    auto score = [&](float x, double noise) { return (double)x / temperature + noise; };
+    // Tokens that cannot reach `goal` are skipped. The margin covers the rounding errors of float bounds.
     float goal, need;
-    double aimed;
     auto aim = [&](double reached) {
-        aimed = reached;
         goal = (float)(reached - 1e-3 - 1e-6 * std::fabs(reached));
         need = std::max(floor, (goal - GREATEST_NOISE) * temperature);
     };
-    random_words(winner / GROUP, key, words);
-    int64_t lane_of_best = winner % GROUP;
-    aim(score(best, words[lane_of_best / LANES][lane_of_best % LANES]));
-    for (int64_t group = 0; group * GROUP < n; group++) {
-        f32x16 x[WORDS];
+    u32x16 words[2];
+    auto contend = [&](int64_t group, uint32_t word) {
+        GroupNoise noise(group, word, key);
+        int64_t first = group / GROUP_LANES * TILE + group % GROUP_LANES;
+        for (int member = 0; member < MEMBERS; member++) {
+            int64_t token = first + member * GROUP_LANES;
+            if (token >= n || !(logits[token] >= floor)) continue;
+            float bound = member == noise.holder() ? noise.bound_of_holder() : noise.bound_of_others();
+            if (!(logits[token] * inverse + bound >= goal)) continue;
+            double reached = score(logits[token], noise.of(member));
+            if (reached < winning || (reached == winning && token > winner)) continue;
+            winning = reached;
+            winner = token;
+            aim(reached);
+        }
+    };
+    aim(-std::numeric_limits<double>::infinity());
+    int64_t group_of_best = winner / TILE * GROUP_LANES + winner % GROUP_LANES;
+    first_words(group_of_best / 32 * 32, key, words);
+    contend(group_of_best, words[group_of_best % 32 / LANES][group_of_best % LANES]);
+    for (int64_t group = 0; group / GROUP_LANES * TILE + group % GROUP_LANES < n; group += 2 * LANES) {
+        const int64_t first = group / GROUP_LANES * TILE + group % GROUP_LANES;
+        f32x16 best_of[2];
         i32x16 possible = {};
-#pragma GCC unroll 4
-        for (int w = 0; w < WORDS; w++) {
-            x[w] = load_logits(logits, group * GROUP + w * LANES, n);
-            possible |= at_least(x[w], splat(need));
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            best_of[half] = load_logits(logits, first + half * LANES, n);
+#pragma GCC unroll 8
+            for (int member = 1; member < MEMBERS; member++)
+                best_of[half] = max(load_logits(logits, first + half * LANES + member * GROUP_LANES, n), best_of[half]);
+            possible |= at_least(best_of[half], splat(need));
         }
         if (!any(possible)) continue;
-        random_words(group, key, words);
-        i32x16 contends[WORDS], contest = {};
-#pragma GCC unroll 4
-        for (int w = 0; w < WORDS; w++) {
-            contends[w] = at_least(x[w], splat(floor)) & greater(x[w] * inverse + gumbel_bound(words[w]), splat(goal));
-            contest |= contends[w];
+        first_words(group, key, words);
+        i32x16 contends[2];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            f32x16 bound = best_of[half] * inverse + minus_log_bound(lower_bound_of_least(words[half]));
+            contends[half] = at_least(best_of[half], splat(floor)) & at_least(bound, splat(goal));
         }
-        if (!any(contest)) continue;
-        for (int i = 0; i < GROUP; i++) {
-            int w = i / LANES, lane = i % LANES;
-            if (!contends[w][lane]) continue;
-            double reached = score(x[w][lane], words[w][lane]);
-            if (reached <= winning) continue;
-            winning = reached;
-            winner = group * GROUP + i;
-            aim(std::max(reached, aimed));
-        }
+        if (!any(contends[0] | contends[1])) continue;
+        for (int i = 0; i < 2 * LANES; i++)
+            if (contends[i / LANES][i % LANES]) contend(group + i, words[i / LANES][i % LANES]);
     }
     return winner;
 }

@@ -5,12 +5,26 @@ ensure this on every device: integers come from Philox-4x32-10 (Salmon et al., "
 2, 3", SC 2011), and logarithms use only additions, multiplications and divisions in float64, whose rounding IEEE 754
 fixes.
 
-    key      (seed low, seed high)                              words of 32 bits
-    counter  (16 * (token // 64) + token % 16, position low, position high, 0)
-    token    uses word (token // 16) % 4 of its counter's four words
+A token's noise is -log E, where the E of all tokens are independent and exponentially distributed with mean 1: standard
+Gumbel noise. The least E of eight tokens is exponential with mean 1/8, each of the eight is equally likely to have it,
+and what the others have above it is again independent and exponential with mean 1 (Renyi, "On the theory of order
+statistics", 1953). So E can be built from the least of a group, and what is above it in the same way once more:
 
-Groups of 64 tokens share 16 consecutive counters, so that vector units with up to 16 lanes read logits and noise in
-order.
+    E(token) = first / 8                             of the token that has the least E of its group
+               first / 8 + second / 8                of the token that has the least rest
+               first / 8 + second / 8 + third        of the others
+
+One random word, that of `first`, then limits the noise of eight tokens, and tells which of them can reach the limit.
+
+    group    tokens 2048 * b + j + (0, 256, 512, ... 1792) are the members 0 ... 7 of group 256 * b + j
+    key      (seed low, seed high)                                           words of 32 bits
+    counter  (index // 4, position low, position high, level), and of its four words the one of number index % 4
+    level    0 for `first`, 1 for `second` (the index is the group), 2 for `third` (the index is the token)
+    word     levels 0 and 1: the lowest three bits are the number of the member that has the least; the other 29, like
+             all 32 of level 2, are the digits of a uniform number u in (0, 1), and -log u is exponential
+
+Members of a group are 256 tokens apart, so that vector units with up to 256 lanes find the best logits of as many
+groups without exchanging values between lanes.
 """
 
 from __future__ import annotations
@@ -23,8 +37,9 @@ from torch import Tensor
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-GROUP = 64  # tokens that share counters
-LANES = 16  # counters of a group
+MEMBERS = 8  # tokens of a group
+LANES = 256  # tokens between two members of a group
+WORD_BITS, MEMBER_BITS = 32, 3
 SERIES_TERMS = 11  # terms of the artanh series: enough for float64 if |s| <= 3 - 2 * sqrt(2)
 _WORD = 0xFFFFFFFF
 
@@ -41,17 +56,42 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return list(torch.broadcast_tensors(c0, c1, c2, c3))
 
 
-def random_words(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return 32-bit random words [R, V] as int64 for `seeds` and `positions` [R]."""
-    groups = -(-vocab_size // GROUP)
-    counters = torch.arange(groups * LANES, device=seeds.device)[None]
+def random_words(count: int, seeds: Tensor, positions: Tensor, level: int) -> Tensor:
+    """Return the 32-bit random words [R, count] as int64 of the first `count` groups or tokens, for `seeds` [R]."""
     position, seed = positions[:, None], seeds[:, None]
     words = philox(
-        (counters, position & _WORD, position >> 32 & _WORD, torch.zeros_like(position)),
+        (
+            torch.arange(-(-count // 4), device=seeds.device)[None],
+            position & _WORD,
+            position >> 32 & _WORD,
+            torch.full_like(position, level),
+        ),
         (seed & _WORD, seed >> 32 & _WORD),
     )
-    by_group = torch.stack([word.unflatten(1, (groups, LANES)) for word in words], dim=2)
-    return by_group.flatten(1)[:, :vocab_size]
+    return torch.stack(words, dim=-1).flatten(1)[:, :count]
+
+
+def noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Return the noise [R, V] in float64 of all tokens, for `seeds` and `positions` [R]."""
+    tokens = torch.arange(vocab_size, device=seeds.device)
+    group = tokens // (MEMBERS * LANES) * LANES + tokens % LANES
+    member = tokens // LANES % MEMBERS
+    num_groups = -(-vocab_size // (MEMBERS * LANES)) * LANES
+    first, second = (random_words(num_groups, seeds, positions, level)[:, group] for level in (0, 1))
+    third = exponential(random_words(vocab_size, seeds, positions, 2), WORD_BITS)
+    rest = torch.where(member == second % MEMBERS, 0.0, third)
+    above = torch.where(member == first % MEMBERS, 0.0, _least(second) + rest)
+    return -portable_log(_least(first) + above)
+
+
+def _least(words: Tensor) -> Tensor:
+    """Return the least of eight exponentially distributed numbers, in float64, from words of level 0 or 1."""
+    return exponential(words >> MEMBER_BITS, WORD_BITS - MEMBER_BITS) / MEMBERS
+
+
+def exponential(digits: Tensor, bits: int) -> Tensor:
+    """Return -log u in float64 for u = (digits + 1/2) / 2**bits."""
+    return -portable_log((digits.double() + 0.5) * 2.0**-bits)
 
 
 def portable_log(x: Tensor) -> Tensor:
@@ -69,9 +109,3 @@ def portable_log(x: Tensor) -> Tensor:
     for term in range(SERIES_TERMS - 2, -1, -1):
         series = series * z + 2 / (2 * term + 1)
     return exponent * math.log(2) + s * series
-
-
-def gumbel(words: Tensor) -> Tensor:
-    """Return standard Gumbel noise in float64 from words of 32 bits: -log(-log u) with u = (word + 1/2) / 2**32."""
-    uniform = (words.double() + 0.5) * 2.0**-32
-    return -portable_log(-portable_log(uniform))

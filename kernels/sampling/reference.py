@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .batch import GREEDY_BELOW, NO_TOKEN, AllowedTokens, BadWords, Penalties, SamplingBatch, TokenHistory
-from .noise import gumbel, random_words
+from .noise import noise
 
 NUCLEUS_WIDTHS = (128, 4096)  # top-p considers so many of the best tokens before it sorts the whole vocabulary
 
@@ -28,8 +28,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         return greedy
     random = batch.temperature >= GREEDY_BELOW
     temperature = torch.where(random, batch.temperature, 1.0).double()[:, None]
-    noise = gumbel(random_words(batch.seeds, batch.positions, logits.shape[1]))
-    scores = logits.double() / temperature + noise
+    scores = logits.double() / temperature + noise(batch.seeds, batch.positions, logits.shape[1])
     kept = logits.double() >= truncation_threshold(logits, temperature, batch)
     drawn = scores.masked_fill(~kept, -torch.inf).argmax(dim=-1)
     return torch.where(random & (greedy != NO_TOKEN), drawn, greedy)

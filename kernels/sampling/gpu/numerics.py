@@ -1,6 +1,6 @@
 """Arithmetic of the sampling kernels: the noise of `sampling/noise.py`, and floats as integers of the same order.
 
-The noise has the same integers as the reference, and float64 with the same rounding. Kernels that call `gumbel` must be
+The noise has the same integers as the reference, and float64 with the same rounding. Kernels that call `noise` must be
 launched with `enable_fp_fusion=False`, since a fused multiply-add is rounded once instead of twice.
 """
 
@@ -13,22 +13,23 @@ import triton.language as tl
 
 from .. import noise as definition
 
-GROUP = tl.constexpr(definition.GROUP)
+MEMBERS = tl.constexpr(definition.MEMBERS)
 LANES = tl.constexpr(definition.LANES)
-GREATEST_NOISE = tl.constexpr(22.9)  # 33 log 2, rounded up
 
 _ROUNDS = tl.constexpr(definition.ROUNDS)
 _MULTIPLIER_0, _MULTIPLIER_1 = (tl.constexpr(factor) for factor in definition.MULTIPLIERS)
 _KEY_STEP_0, _KEY_STEP_1 = (tl.constexpr(step) for step in definition.KEY_STEPS)
+_MEMBER_BITS = tl.constexpr(definition.MEMBER_BITS)
+_DIGIT, _LEAST_DIGIT = (tl.constexpr(2.0**-bits) for bits in (32, 32 - definition.MEMBER_BITS))
 _TERMS = tl.constexpr(definition.SERIES_TERMS)
 _HALF_ROOT = tl.constexpr(math.sqrt(0.5))
 _LOG_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def philox(counter, position, seed):
+def philox(counter, position, seed, level: tl.constexpr):
     """Return four uint32 words for each counter with first word `counter`; `position` and `seed` are int64."""
-    c0, c1, c2, c3 = counter, _low(position), _high(position), tl.zeros([], tl.uint32)
+    c0, c1, c2, c3 = counter, _low(position), _high(position), tl.full([], level, tl.uint32)
     k0, k1 = _low(seed), _high(seed)
     for _ in tl.static_range(_ROUNDS):
         p0 = c0.to(tl.uint64) * _MULTIPLIER_0
@@ -41,27 +42,50 @@ def philox(counter, position, seed):
 
 
 @triton.jit
-def word_of(token, position, seed):
-    """Return the random word of one token."""
-    within = token % GROUP
-    counter = token // GROUP * LANES + within % LANES
-    w0, w1, w2, w3 = philox(counter.to(tl.uint32), position, seed)
-    which = within // LANES
+def group_words(first, position, seed, level: tl.constexpr):
+    """Return the words [LANES] of successive groups; `first` is a multiple of `LANES`."""
+    # A thread has two successive counters: loads of 16 bytes give it eight successive logits in 16 bits.
+    counter = (tl.arange(0, LANES // 8) * 2 + first // 4).to(tl.uint32)
+    a0, a1, a2, a3 = philox(counter, position, seed, level)
+    b0, b1, b2, b3 = philox(counter + 1, position, seed, level)
+    even = tl.join(tl.join(a0, b0), tl.join(a2, b2))
+    odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
+    return tl.reshape(tl.join(even, odd), [LANES])
+
+
+@triton.jit
+def noise(token, position, seed):
+    """Return the noise of tokens in float64."""
+    group = token // (MEMBERS * LANES) * LANES + token % LANES
+    member = (token // LANES % MEMBERS).to(tl.uint32)
+    first, second = _word(group, position, seed, 0), _word(group, position, seed, 1)
+    rest = tl.where(member == second % MEMBERS, 0.0, _exponential(_word(token, position, seed, 2), _DIGIT))
+    above = tl.where(member == first % MEMBERS, 0.0, _least(second) + rest)
+    return -portable_log(_least(first) + above)
+
+
+@triton.jit
+def _word(index, position, seed, level: tl.constexpr):
+    w0, w1, w2, w3 = philox((index // 4).to(tl.uint32), position, seed, level)
+    which = index % 4
     return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
 
 
 @triton.jit
-def gumbel(word):
-    """Return standard Gumbel noise, float64, of uint32 words."""
-    uniform = (word.to(tl.float64) + 0.5) * (2.0**-32)
-    return -portable_log(-portable_log(uniform))
+def _least(word):
+    return _exponential(word >> _MEMBER_BITS, _LEAST_DIGIT) * (1.0 / MEMBERS)
+
+
+@triton.jit
+def _exponential(digits, DIGIT: tl.constexpr):
+    return -portable_log((digits.to(tl.float64) + 0.5) * DIGIT)
 
 
 @triton.jit
 def portable_log(x):
     """`noise.portable_log` of positive, normal float64."""
     bits = x.to(tl.int64, bitcast=True)
-    exponent = (bits >> 52) - 1022
+    exponent = (bits >> 52).to(tl.int32) - 1022
     mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
     small = mantissa < _HALF_ROOT
     mantissa = tl.where(small, mantissa * 2, mantissa)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.sampling import SamplingBatch, cpu, reference, sample
-from baton.kernels.sampling.noise import gumbel, philox, portable_log, random_words
+from baton.kernels.sampling.noise import LANES, MEMBERS, exponential, noise, philox, portable_log
 
 
 def draws(logits: Tensor, count: int, *, seed: int = 5, position: int = 0, temperature: float = 1.0) -> Tensor:
@@ -56,11 +56,80 @@ def test_the_logarithm_is_right_to_the_last_bits() -> None:
 
 
 def test_noise_is_finite_for_every_word() -> None:
-    noise = gumbel(torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1]))
-    assert noise.isfinite().all()
-    assert noise.diff().gt(0).all()
-    assert float(noise[-1]) < 22.9
+    digits = torch.tensor([0, 1, 2**28, 2**29 - 2, 2**29 - 1])
+    least = exponential(digits, 29)
+    assert least.isfinite().all()
+    assert least.diff().lt(0).all()
+    assert float(-portable_log(least[-1] / MEMBERS)) < 22.9
+    assert (-portable_log(2 * least[0] / MEMBERS + exponential(digits[0], 32))).isfinite()
 
+
+# ---- distribution of the noise ---------------------------------------------------------------------------------------
+
+
+def uniform_noise(vocab_size: int, *, seeds: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    """Return the noise [R, V] as numbers between 0 and 1, in which Gumbel noise is distributed evenly."""
+    seeds = torch.zeros_like(positions) + 11 if seeds is None else seeds
+    positions = torch.zeros_like(seeds) + 5 if positions is None else positions
+    return torch.exp(-torch.exp(-noise(seeds, positions, vocab_size)))
+
+
+def assert_independent(one: Tensor, other: Tensor, bins: int = 16) -> None:
+    """Check that pairs of numbers between 0 and 1 fill all cells of a square evenly."""
+    cells = (one * bins).long() * bins + (other * bins).long()
+    counts = cells.flatten().bincount(minlength=bins**2).double()
+    assert_fits(counts, torch.full_like(counts, cells.numel() / bins**2))
+
+
+def test_noise_is_gumbel_noise_for_every_member_of_a_group() -> None:
+    numbers = uniform_noise(MEMBERS * LANES, positions=torch.arange(100)).unflatten(1, (MEMBERS, LANES))
+    for member in range(MEMBERS):
+        counts = (numbers[:, member] * 128).long().flatten().bincount(minlength=128).double()
+        assert_fits(counts, torch.full((128,), 100 * LANES / 128).double())
+
+
+def test_great_noise_is_as_rare_as_it_must_be() -> None:
+    """The greatest noise decides draws: count how often a token has more than log 1000, log 10 000 and log 100 000."""
+    greatest = noise(torch.arange(50), torch.full((50,), 3), 20 * MEMBERS * LANES)
+    for rarity in (1e3, 1e4, 1e5):
+        expected = greatest.numel() * -math.expm1(-1 / rarity)
+        assert abs(int((greatest > math.log(rarity)).sum()) - expected) < 5 * math.sqrt(expected)
+
+
+@pytest.mark.parametrize("apart", [1, 2, 4, 7])
+def test_members_of_a_group_are_independent(apart: int) -> None:
+    numbers = uniform_noise(4 * MEMBERS * LANES, positions=torch.arange(40)).unflatten(1, (4, MEMBERS, LANES))
+    assert_independent(numbers[:, :, :-apart], numbers[:, :, apart:])
+
+
+def test_every_member_is_equally_likely_to_have_the_most_noise_whatever_the_others_have() -> None:
+    numbers = uniform_noise(8 * MEMBERS * LANES, positions=torch.arange(40)).unflatten(1, (8, MEMBERS, LANES))
+    order = numbers.argsort(dim=2, descending=True)
+    for place, other in ((0, 1), (1, 2), (0, 7)):
+        counts = (order[:, :, place] * MEMBERS + order[:, :, other]).flatten().bincount(minlength=MEMBERS**2).double()
+        possible = ~torch.eye(MEMBERS, dtype=torch.bool).flatten()
+        assert counts[~possible].sum() == 0
+        assert_fits(counts[possible], torch.full((MEMBERS * (MEMBERS - 1),), counts.sum() / MEMBERS / (MEMBERS - 1)))
+
+
+def test_groups_are_independent() -> None:
+    numbers = uniform_noise(8 * MEMBERS * LANES, positions=torch.arange(20)).unflatten(1, (8 * MEMBERS, LANES))
+    greatest = numbers.unflatten(1, (8, MEMBERS)).amax(dim=2) ** MEMBERS
+    for apart in (1, 2, 3, 4, 128):
+        assert_independent(greatest[:, :, :-apart], greatest[:, :, apart:], bins=8)
+    assert_independent(greatest[:, :-1], greatest[:, 1:], bins=8)
+
+
+@pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (1 << 32, 0), (0, 1 << 32)])
+def test_noise_of_neighbouring_seeds_and_positions_is_independent(seed_step: int, position_step: int) -> None:
+    at = torch.arange(40)
+    seeds = 77 + seed_step * at
+    positions = 3 + position_step * at
+    numbers = uniform_noise(2 * MEMBERS * LANES, seeds=seeds, positions=positions)
+    assert_independent(numbers[:-1], numbers[1:])
+
+
+# ---- draws -----------------------------------------------------------------------------------------------------------
 
 GROUPED = 501  # number of neighbouring tokens that are counted together
 
@@ -75,13 +144,25 @@ def test_tokens_come_up_as_often_as_softmax_says(temperature: float) -> None:
     assert_fits(counts[expected > 0], expected[expected > 0])
 
 
+def test_tokens_of_one_group_come_up_as_often_as_softmax_says() -> None:
+    tokens = torch.cat([torch.arange(MEMBERS) * LANES + lane for lane in (0, 1, 255)])
+    logits = torch.full((MEMBERS * LANES,), -math.inf)
+    logits[tokens] = torch.linspace(-2, 2, len(tokens))
+    count = 8000
+    counts = draws(logits, count).bincount(minlength=len(logits))[tokens].double()
+    assert counts.sum() == count
+    assert_fits(counts, count * logits[tokens].double().softmax(0))
+
+
 @pytest.mark.slow
 def test_no_part_of_a_large_vocabulary_is_preferred() -> None:
     vocab_size, count = 32_064, 6_000
     parts = draws(torch.zeros(vocab_size), count).bincount(minlength=vocab_size).view(-1, GROUPED).sum(dim=1)
     assert_fits(parts.double(), torch.full((len(parts),), count * GROUPED / vocab_size).double())
-    lanes = draws(torch.zeros(vocab_size), count, seed=6).remainder(64).bincount(minlength=64).double()
-    assert_fits(lanes, torch.full((64,), count / 64).double())
+    places = draws(torch.zeros(16 * MEMBERS * LANES), count, seed=6).remainder(MEMBERS * LANES)
+    for counted in (places // LANES, places // 16 % 16, places % 16):
+        counts = counted.bincount().double()
+        assert_fits(counts, torch.full_like(counts, count / len(counts)))
 
 
 @pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (1, 1), (1 << 32, 0), (0, 1 << 32)])
@@ -122,9 +203,9 @@ def test_a_draw_depends_on_its_own_seed_position_and_logits_only() -> None:
 
 
 def test_draws_are_the_same_on_every_machine() -> None:
-    """The expected tokens are fixed: a seed that a user keeps must give the same answers in later versions."""
+    """The expected tokens are fixed: a change of the noise changes the answers of all seeds that users keep."""
     logits = (torch.arange(1000) * 37 % 101).float() / 25
-    expected = [554, 529, 253, 92, 696, 924, 562, 591]
+    expected = [862, 204, 759, 10, 49, 826, 652, 521]
     for draw in (cpu.sample, reference.sample):
         positions = torch.arange(8)
         seeds = torch.tensor([0, 1, 2**31, 2**32, 2**62, 2**63 - 1, 42, 42])
@@ -132,6 +213,6 @@ def test_draws_are_the_same_on_every_machine() -> None:
         assert draw(logits.repeat(8, 1), batch).tolist() == expected
 
 
-def test_words_of_a_token_do_not_depend_on_the_size_of_the_vocabulary() -> None:
+def test_the_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary() -> None:
     seeds, positions = torch.tensor([9, 8]), torch.tensor([7, 2**33])
-    assert random_words(seeds, positions, 1000)[:, :70].equal(random_words(seeds, positions, 70))
+    assert noise(seeds, positions, 5000)[:, :2500].equal(noise(seeds, positions, 2500))
