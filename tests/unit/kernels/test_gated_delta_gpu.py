@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from baton.kernels.gated_delta import StateBatch, gated_delta, reference
 
 from ...helpers.aot import Compiled, compile_for_h200
+from .decay_kernel import log2_decays
 from .delta_cases import SCALE, SMALL, Heads, delta_step
 from .kernel_checks import assert_as_accurate, tf32x3_slack
 from .state_cases import assert_graph_serves_other_slots
@@ -35,6 +37,15 @@ RAGGED = [1, 1, 0, 63, 64, 65, 200]
 CHECKPOINTS = [(4, 64), (6, 64), (6, 100), (6, 200)]
 QWEN, OLMO = Heads(16, 32, 128, 128), Heads(30, 30, 96, 192)
 HEADS = [Heads(1, 1), Heads(2, 2, 16, 64), Heads(1, 4, 64, 16), Heads(3, 6), Heads(2, 2, 96, 192), Heads(1, 2, 48, 80)]
+
+
+def test_decays_near_1_have_a_small_relative_error(triton_device: torch.device) -> None:
+    """A head that hardly forgets multiplies its state by such a decay once for each token of a long text."""
+    x = torch.linspace(-24, 24, 1024, device=triton_device)
+    found = torch.empty_like(x)
+    log2_decays[(1,)](x, found, 1.5, SIZE=len(x))
+    exact = -1.5 * torch.nn.functional.softplus(x.double(), threshold=50) / math.log(2)
+    torch.testing.assert_close(found.double(), exact, rtol=5e-5, atol=0)
 
 
 @pytest.mark.slow
