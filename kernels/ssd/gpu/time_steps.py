@@ -18,7 +18,10 @@ def time_step(raw, bias, lowest, highest):
     value = raw.to(tl.float32)
     if bias is not None:
         value += bias
-    value = tl.maximum(value, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(value)))
+    # log(1 + e^-|x|), by its series where 1 + e^-|x| has lost digits
+    y = tl.exp(-tl.abs(value))
+    series = y * (1 - y * (1 / 2 - y * (1 / 3 - y * (1 / 4))))
+    value = tl.maximum(value, 0.0) + tl.where(y < 1 / 32, series, tl.log(1.0 + y))
     return tl.minimum(tl.maximum(value, lowest), highest)
 
 

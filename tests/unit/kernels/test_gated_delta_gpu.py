@@ -11,8 +11,8 @@ import torch
 from baton.kernels.gated_delta import StateBatch, gated_delta, reference
 
 from ...helpers.aot import Compiled, compile_for_h200
-from .decay_kernel import log2_decays
 from .delta_cases import SCALE, SMALL, Heads, delta_step
+from .gate_kernels import log2_decays
 from .kernel_checks import assert_as_accurate, tf32x3_slack
 from .state_cases import assert_graph_serves_other_slots
 

@@ -10,6 +10,7 @@ import torch
 from baton.kernels.ssd import StateBatch, ssd
 
 from ...helpers.aot import Compiled, compile_for_h200
+from .gate_kernels import time_step_of_each
 from .ssd_cases import SMALL, Sizes, ssd_step
 from .state_cases import assert_graph_serves_other_slots, assert_same_states
 
@@ -86,6 +87,14 @@ def test_time_steps_are_clamped_to_their_limits(limits: tuple[float, float], tri
     step.check(gpu.ssd)
     free = dataclasses.replace(step, time_steps=dataclasses.replace(step.time_steps, limits=(0.0, 1e9)))
     assert not torch.allclose(free.run(gpu.ssd)[0], step.run(gpu.ssd)[0], atol=1e-3)
+
+
+def test_short_time_steps_have_a_small_relative_error(triton_device: torch.device) -> None:
+    raw = torch.linspace(-24, 24, 1024, device=triton_device)
+    found = torch.empty_like(raw)
+    time_step_of_each[(1,)](raw, found, SIZE=len(raw))
+    exact = torch.nn.functional.softplus(raw.double(), threshold=50)
+    torch.testing.assert_close(found.double(), exact, rtol=5e-5, atol=0)
 
 
 def test_bias_and_skip_may_be_left_out(triton_device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A kernel that applies `log2_decay` to each input. In a module of its own because Triton reads a kernel's source."""
+"""Kernels that apply a gate's function to each input. Triton reads their source from this file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from baton.kernels.gated_delta.gpu.gates import log2_decay
+from baton.kernels.ssd.gpu.time_steps import time_step
 
 
 @triton.jit
@@ -14,3 +15,10 @@ def log2_decays(inputs, outputs, rate, SIZE: tl.constexpr):
     index = tl.arange(0, SIZE)
     value = tl.load(inputs + index)
     tl.store(outputs + index, log2_decay(value, tl.full([SIZE], 1.0, tl.float32) * rate, tl.zeros([SIZE], tl.float32)))
+
+
+@triton.jit
+def time_step_of_each(inputs, outputs, SIZE: tl.constexpr):
+    """Write the time step of each of SIZE outputs of a projection, without limits."""
+    index = tl.arange(0, SIZE)
+    tl.store(outputs + index, time_step(tl.load(inputs + index), None, 0.0, float("inf")))
