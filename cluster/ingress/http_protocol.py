@@ -7,6 +7,9 @@ uvicorn waits for ever until a request is complete, and keeps everything that ar
     head ──────── too large, malformed, late ──> 431, 400, 408 ─┐ after the answers to earlier requests
     body ──────── malformed, late ─────────────> 400, 408 ──────┴─> the connection is closed
 
+An answer's head waits for the first part of its body, as long as that comes in the same turn of the event loop. So a
+short answer is sent in one piece: of a gateway that is killed, a client or a balancer has all of it or nothing.
+
 Offers of other protocols (`Upgrade`) are ignored, as RFC 9110 (7.8) allows. Java's own client offers HTTP/2
 (`Upgrade: h2c`) with each unencrypted request. httptools takes every offer for accepted: it ends the request after its
 head, and leaves the body to a parser of the other protocol.
@@ -93,6 +96,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._in_body, self._head_bytes = True, 0
+        if self.parser.get_method() != b"HEAD":  # its answers are heads only
+            self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
         if self.parser.get_http_version() < "1.1":
             _answer_without_chunks(self.cycle)
 
@@ -189,6 +194,37 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self.transport.write_eof()
         self.flow.resume_reading()
         self._deadline = self.loop.call_later(LAST_READ_S, self.transport.close)  # earlier if the client closes
+
+
+class HeadWithBody:
+    """The transport of one answer. It holds the first piece back until the second one, or the loop's next turn."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._held = b""
+        self._begun = False
+
+    def write(self, data: bytes) -> None:
+        if not self._begun:
+            self._begun, self._held = True, data
+            self._loop.call_soon(self._release)
+        elif self._held:
+            held, self._held = self._held, b""
+            self._transport.write(held + data)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._release()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _release(self) -> None:
+        if self._held:
+            held, self._held = self._held, b""
+            self._transport.write(held)
 
 
 def _answer_without_chunks(cycle: RequestResponseCycle) -> None:

@@ -38,6 +38,15 @@ async def answer_length(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+async def answer_in_pieces(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with three pieces, and yield to the event loop before each of those that the path names."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for number in range(3):
+        if str(number) in scope["path"]:
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"piece %d" % number, "more_body": number < 2})
+
+
 @pytest.fixture
 def refusals() -> list[int]:
     """Collect the statuses of requests that were refused before the application saw them."""
@@ -98,6 +107,75 @@ async def test_a_request_that_does_not_arrive_in_time_is_given_up_and_counted(
     writer.write(sent)
     assert (await rest_of(reader)).startswith(b"HTTP/1.1 408 ")
     assert refusals == counted_here
+
+
+class Written(asyncio.Transport):
+    """A transport that only notes what is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[bytes] = []
+        self.ended = False
+
+    def write(self, data: Any) -> None:
+        assert not self.ended
+        self.pieces.append(bytes(data))
+
+    def close(self) -> None:
+        self.ended = True
+
+    def is_closing(self) -> bool:
+        return self.ended
+
+
+@pytest.mark.parametrize(
+    ("path", "heads_and_bodies"),
+    [("/", ["head, 0", "1", "2"]), ("/0", ["head", "0", "1", "2"]), ("/12", ["head, 0", "1", "2"])],
+)
+async def test_a_head_is_sent_with_what_follows_at_once_and_waits_for_nothing_else(
+    path: str, heads_and_bodies: list[str]
+) -> None:
+    transport = Written()
+    answer = http_protocol.HeadWithBody(transport, asyncio.get_running_loop())
+
+    async def send(message: Any) -> None:
+        answer.write(b"head" if message["type"] == "http.response.start" else message["body"][-1:])
+
+    await answer_in_pieces({"path": path}, None, send)
+    assert transport.pieces == [each.replace(", ", "").encode() for each in heads_and_bodies]
+
+
+async def test_a_head_without_a_body_is_sent_soon_or_before_the_end() -> None:
+    for ends in (False, True):
+        transport = Written()
+        answer = http_protocol.HeadWithBody(transport, asyncio.get_running_loop())
+        answer.write(b"head")
+        assert not answer.is_closing()
+        assert transport.pieces == []
+        if ends:
+            answer.close()
+        else:
+            await asyncio.sleep(0)
+        assert (transport.pieces, transport.ended) == ([b"head"], ends)
+
+
+async def test_a_short_answer_is_one_piece(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nobody has only a part of it from a server that is killed."""
+    sent: list[bytes] = []
+
+    class Noting(http_protocol.HeadWithBody):
+        def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+            noted = Written()
+            noted.write = lambda data: (sent.append(bytes(data)), transport.write(data))  # type: ignore[method-assign,assignment,func-returns-value]
+            noted.close, noted.is_closing = transport.close, transport.is_closing  # type: ignore[method-assign]
+            super().__init__(noted, loop)
+
+    monkeypatch.setattr(http_protocol, "HeadWithBody", Noting)
+    reader, writer = await connect()
+    writer.write(b"GET /now HTTP/1.1\r\nhost: x\r\n\r\nGET /now HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert (await rest_of(reader)).count(b"HTTP/1.1 200") == 2
+    assert len(sent) == 2
+    assert all(piece.startswith(b"HTTP/1.1 200") and piece.endswith(b"0") for piece in sent)
 
 
 async def test_trickling_does_not_buy_time(connect: Connect) -> None:

@@ -110,8 +110,9 @@ def test_random_lives_are_those_with_one_group(
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_small_arenas_preempt_and_change_no_answer(folders: Callable[[str], Path], variant: str) -> None:
     config = load_config(folders(variant), dtype="float32")
-    ours, theirs = engine_of(in_groups(config), 13), engine_of(config, 100)
-    assert answers(ours, 3) == answers(theirs, 3)
+    ours, theirs = engine_of(in_groups(config), 12), engine_of(config, 100)
+    for seed in range(3, 7):  # how long answers are depends on the seed, and so whether they need all blocks
+        assert answers(ours, seed) == answers(theirs, seed)
     assert ours.stats().num_preemptions > 0
 
 

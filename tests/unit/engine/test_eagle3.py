@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -75,7 +76,8 @@ def test_guesses_are_those_that_plain_torch_gives(make: Callable[..., LLM], tmp_
     folder = write_eagle3(tmp_path / "head", **changes)
     reference = Eagle3Reference(folder, make_model("qwen3"))
     drafting = make(speculative_config=guessing(folder), max_num_seqs=1, max_num_batched_tokens=32)
-    found = check_guesses(drafting, PROMPTS[::2], HOT, partial(expected_accepted, reference, most=MOST))
+    hotter = msgspec.structs.replace(HOT, temperature=6.0)
+    found = check_guesses(drafting, PROMPTS[::2], hotter, partial(expected_accepted, reference, most=MOST))
     assert all(found), "random numbers decide most draws, so some guesses are right"
 
 
