@@ -77,10 +77,10 @@ class CudaStartup:
 
     def _order_variants(self, compiler: Compiler, model_config: ModelConfig, caches: CacheLayout) -> None:
         """Submit the kernels of every step to the compiler, and record them first if no earlier start has."""
-        compile_server.settle_cache_keys()
         self._recorded = self._recorded_variants(model_config, caches)
         known = self._recorded.load()
         if known is not None:
+            compile_server.settle_cache_keys()  # as `recording` does
             for variant in known:
                 compiler.submit(variant)
             return
@@ -132,10 +132,11 @@ class CudaStartup:
                 runner.capture()
         self._late_before = jit.compilations_after_ready()  # of earlier engines in this process
         num_made = jit.mark_ready()
-        if self._recorded is not None and self._new_variants is not None:
-            self._recorded.save(self._new_variants)
-        elif self._recorded is not None and num_made:
-            self._recorded.remove()  # it lacks kernels
+        if self._recorded is not None:
+            if self._new_variants is not None:
+                self._recorded.save(self._new_variants)
+            elif num_made:
+                self._recorded.remove()  # it lacks kernels
         return runner
 
     def in_order(self) -> AbstractContextManager[object]:

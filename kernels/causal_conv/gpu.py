@@ -202,23 +202,13 @@ def convolve_decode_kernel(
     inputs = x + begin.to(tl.int64) * x_stride
     results = out + begin.to(tl.int64) * out_stride
     factors = _load_columns(weight, first_channel, True, CHANNELS, WIDTH, NUM_CHANNELS)
-    newest, second = factors[WIDTH - 1].to(tl.float32), factors[WIDTH - 2].to(tl.float32)
-    third, oldest = tl.zeros(channel.shape, tl.float32), tl.zeros(channel.shape, tl.float32)
-    if WIDTH > 2:
-        third = factors[WIDTH - 3].to(tl.float32)
-    if WIDTH > 3:
-        oldest = factors[WIDTH - 4].to(tl.float32)
+    newest, second, third, oldest = _last_first(factors, WIDTH, 4)
     shift = tl.zeros(channel.shape, tl.float32)
     if bias is not None:
         shift = tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
     pdl.wait_for_previous()
     tail = _load_columns(state + source * state_stride, first_channel, source >= 0, CHANNELS, WIDTH - 1, NUM_CHANNELS)
-    before1 = tail[WIDTH - 2].to(tl.float32)
-    before2, before3 = tl.zeros(channel.shape, tl.float32), tl.zeros(channel.shape, tl.float32)
-    if WIDTH > 2:
-        before2 = tail[WIDTH - 3].to(tl.float32)
-    if WIDTH > 3:
-        before3 = tail[WIDTH - 4].to(tl.float32)
+    before1, before2, before3 = _last_first(tail, WIDTH - 1, 3)
     if NUM_PLACES > 0:
         own = tl.load(replay_rows + seq).to(tl.int64) * NUM_PLACES
         start = tl.load(replay_starts + seq)
@@ -270,6 +260,18 @@ def _load_columns(rows, first_channel, exist, CHANNELS: tl.constexpr, COUNT: tl.
             _whole(values[column], values[COUNT + column], values[2 * COUNT + column], values[3 * COUNT + column]),
         )
     return columns
+
+
+@triton.jit
+def _last_first(columns, COUNT: tl.constexpr, MOST: tl.constexpr):
+    """Return the COUNT columns in float32 and opposite order, and zeros for the others of MOST."""
+    result = ()
+    for back in tl.static_range(MOST):
+        if back < COUNT:
+            result = result + (columns[COUNT - 1 - back].to(tl.float32),)
+        else:
+            result = result + (tl.zeros(columns[0].shape, tl.float32),)
+    return result
 
 
 @triton.jit
