@@ -74,8 +74,11 @@ def test_the_next_engine_restores_blocks_of_the_last_one(model: Path, expected: 
         prompt_names = {name for hashes in prompts for name in unpack_names(pack_names(hashes))}
         assert prompt_names <= set(unpack_names(told.disk)), "gateways must know the blocks before the first request"
         assert second.run(a_batch()) == expected
+        # Which blocks are still on the device when the next request asks for them depends on how fast disks are.
+        full_blocks = {each.request_id: len(each.prompt_token_ids) // BLOCK_SIZE * BLOCK_SIZE for each in a_batch()}
+        assert second.num_cached_tokens == full_blocks, "no block of a prompt is computed again"
         stats = second.quiet()
-        assert stats.restored_tokens > 500, "the prompts have 800 tokens in full blocks"
+        assert stats.restored_tokens > 0
         assert stats.failures == {}
         assert stats.restore_s.keys() == {"disk"}
 

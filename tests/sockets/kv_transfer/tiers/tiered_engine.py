@@ -34,6 +34,7 @@ class TieredEngine:
     ) -> None:
         config = EngineConfig.from_args({"model": str(model), **ENGINE_ARGS, **arguments})
         self.store: TierStore | None = None
+        self.num_cached_tokens: dict[str, int] = {}  # of each prompt that ran: on the device, or restored
         self._news = threading.Event()
 
         def open_tiers(region: CacheRegion) -> TierStore:
@@ -55,6 +56,8 @@ class TieredEngine:
         while unfinished:
             for output in core.step():
                 assert output.error is None
+                if not tokens[output.request_id]:
+                    self.num_cached_tokens[output.request_id] = output.num_cached_tokens
                 tokens[output.request_id] += output.token_ids
                 unfinished -= output.finish_reason is not None
             if not core.has_work() and unfinished:
