@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.engine.core.kv import restore_cost
 from baton.engine.core.layout import BLOCK_SIZE, CHECKPOINT_TOKENS, CacheKind
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import BlockHash
@@ -57,6 +59,12 @@ def asked(name: str, first: int) -> EngineRequest:
 
 PROMPTS = [asked(f"r{first}", first) for first in (3, 4, 5)]
 OTHERS = [asked(f"r{first}", first) for first in range(6, 13)]  # enough to evict every state
+
+
+@pytest.fixture(autouse=True)
+def computing_is_never_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines restore from a disk that takes longer than this small model."""
+    monkeypatch.setattr(restore_cost, "MIN_MEASURED_TOKENS", sys.maxsize)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +136,7 @@ class SpyStore(TierStore):
         super().__init__(region, *arguments, **named)
         self.region = region
         self.restored: list[int] = []
-        self.spoils = False  # whether to overwrite the last group's blocks after they are restored
+        self.spoils = False  # whether to fill the last group's blocks with numbers of about 3 after they are restored
 
     def restore(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> CopyId:
         self.restored = list(block_ids)
@@ -140,7 +148,7 @@ class SpyStore(TierStore):
             arena, first = self.region.arenas[-1], self.region.first_blocks[-1]
             for block in self.restored:
                 if block >= first:
-                    ctypes.memset(arena.address + (block - first) * arena.block_bytes, 0, arena.block_bytes)
+                    ctypes.memset(arena.address + (block - first) * arena.block_bytes, 0x40, arena.block_bytes)
         return events
 
 
