@@ -31,15 +31,8 @@ from .folder import ModelFolder, read_eos_token_ids, read_generation
 from .keys import Keys
 from .model_config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
 from .quantization import read_quantization
-from .rope import (
-    NO_ROPE,
-    Rope,
-    default_positions,
-    reachable_positions,
-    read_rope,
-    read_ropes_by_window,
-    read_rotary_fraction,
-)
+from .rope import NO_ROPE, Rope, default_positions, reachable_positions
+from .rope_reader import read_query_growth, read_rope, read_ropes_by_window, read_rotary_fraction
 
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _MAX_LAYERS = 10_000  # far above any model; a typo in a config must not exhaust the memory
@@ -71,7 +64,7 @@ def read_config(
     folder = ModelFolder.open(Path(path), with_weights=load_format != "dummy")
     rules, is_text_part = _rules(folder.config, architectures)
     if is_text_part:
-        folder = text_part(folder, rules.inside)
+        folder = text_part(folder)
     given = {rules.key_names.get(name, name): value for name, value in folder.config.items()}
     if given.get("rope_parameters") is None:  # null stands for the family's own, as in transformers
         given.pop("rope_parameters", None)
@@ -112,12 +105,21 @@ def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> 
     given = raw.get("architectures") or []
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise InvalidModelConfig(f"config.json: 'architectures' must be a list of names, not {given!r}")
-    inside = {name: rules for rules in architectures.values() for name in rules.inside}
+    inside: dict[str, dict[str, ConfigRules]] = {}  # multimodal architecture -> model_type of its text part -> rules
+    for rules in architectures.values():
+        for name, of_text in rules.inside.items():
+            inside.setdefault(name, {})[of_text] = rules
     for name in given:
         if name in architectures:
             return architectures[name], False
         if name in inside:
-            return inside[name], True
+            kind = _text_config(raw).get("model_type")
+            if kind not in inside[name]:
+                raise UnsupportedModel(
+                    f"config.json: a text_config of model_type {kind!r} is not supported in {name}, only "
+                    f"{', '.join(sorted(inside[name]))}"
+                )
+            return inside[name][kind], True
     raise UnsupportedArchitecture(given, [*architectures, *inside])
 
 
@@ -168,12 +170,21 @@ def _of_some_families(
     if rules.kv_sources is not None:
         fields["kv_sources"] = rules.kv_sources(keys, windows)
         fields["doubles_shared_mlps"] = keys.flag("use_double_wide_mlp", False)
+    if rules.grows_queries:
+        fields["query_growth"] = read_query_growth(keys.values)
+    if rules.rotated_layers is not None:
+        fields["rotated_layers"] = rules.rotated_layers(keys, windows)
     if rules.layer_inputs is not None:
         fields["layer_inputs"] = rules.layer_inputs(keys)
     if rules.mamba is not None:
         fields["mamba"] = rules.mamba(keys, shape["num_layers"])
+    if rules.norms_heads_key is not None:
+        fields["norms_heads"] = keys.flag(rules.norms_heads_key, False)
     if rules.rotary_fraction is not None:
-        fraction = read_rotary_fraction(keys.values, rules.rotary_fraction)
+        default = rules.rotary_fraction
+        if rules.rotary_dim_key is not None:
+            default = keys.integer(rules.rotary_dim_key, shape["head_dim"], shape["head_dim"]) / shape["head_dim"]
+        fraction = read_rotary_fraction(keys.values, default)
         if (rotated := int(shape["head_dim"] * fraction)) < 2 or rotated % 2:
             raise InvalidModelConfig(
                 f"config.json: partial_rotary_factor {fraction} of head_dim {shape['head_dim']} must be an even number"
@@ -194,6 +205,11 @@ def _refuse_what_no_layer_computes(keys: Keys, rules: ConfigRules) -> None:
         raise UnsupportedModel(
             f"config.json: {rules.activation_key} {activation!r} is not supported, only {computed!r}"
         )
+    for name, only in rules.only.items():
+        if keys.values.get(name) not in (None, only):
+            raise UnsupportedModel(
+                f"config.json: {name} {keys.values[name]!r} is not supported for {rules.architecture}, only {only!r}"
+            )
     of_images = keys.values.get("use_bidirectional_attention") == "vision"  # attention of text tokens is still causal
     if not of_images and keys.values.get("use_bidirectional_attention") not in (None, False):
         raise UnsupportedModel(
@@ -291,21 +307,10 @@ def _plain(value: Any) -> Any:
     return {"kind": type(value).__name__, **{name: kept for name, kept in asdict(value).items() if name not in new}}
 
 
-def text_part(folder: ModelFolder, kinds: Mapping[str, str]) -> ModelFolder:
-    """Return the folder as if it held the text model only.
-
-    `kinds` maps each multimodal architecture to the `model_type` that its `text_config` must have. Raises `ModelError`
-    if it has another, or if there is no `text_config`.
-    """
+def text_part(folder: ModelFolder) -> ModelFolder:
+    """Return the folder as if it held the text model only. Raises `ModelError` if there is no `text_config`."""
     checkpoint = None if folder.checkpoint is None else text_tensors(folder.checkpoint)
-    config = _text_config(folder.config)
-    expected = {kinds[name] for name in folder.config["architectures"] if name in kinds}
-    if config.get("model_type") not in expected:
-        raise UnsupportedModel(
-            f"config.json: a text_config of model_type {config.get('model_type')!r} is not supported in "
-            f"{folder.config['architectures']}, only {', '.join(sorted(expected))}"
-        )
-    return dataclasses.replace(folder, config=config, checkpoint=checkpoint)
+    return dataclasses.replace(folder, config=_text_config(folder.config), checkpoint=checkpoint)
 
 
 def text_tensors(checkpoint: Checkpoint) -> Checkpoint:

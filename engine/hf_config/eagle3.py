@@ -13,8 +13,9 @@ from .config_reader import identity_of
 from .errors import InvalidModelConfig, UnsupportedModel
 from .folder import ModelFolder
 from .keys import Keys
-from .model_config import ConfigRules, Eagle3Shape, ModelConfig, Scales, keys_and_values
-from .rope import read_rope
+from .layer_caches import keys_and_values
+from .model_config import ConfigRules, Eagle3Shape, ModelConfig, Scales
+from .rope_reader import read_rope
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 RULES = ConfigRules(architecture=ARCHITECTURES[0], cache=keys_and_values)

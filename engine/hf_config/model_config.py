@@ -13,24 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..core.layout import (
-    CacheKind,
-    CacheLayout,
-    LayerCache,
-    LayerCaches,
-    LayerState,
-    StateLayout,
-    StatePart,
-    StateRows,
-)
+from ..core.layout import CacheLayout, LayerCaches, StateLayout, StatePart
 from .attention import HeadShape, LatentShape, LinearAttentionShape, WindowRule
 from .errors import UnsupportedModel
 from .experts import ExpertsConfig
 from .folder import GenerationDefaults
 from .keys import NEWER, Keys
-from .mamba import ATTENTION, MAMBA, MLP, MambaShape
+from .mamba import MAMBA, MLP, MambaShape
 from .quantization import Quantization
-from .rope import NoRope, Rope
+from .rope import NoRope, QueryGrowth, Rope
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -58,91 +49,6 @@ class LayerInputShape:
 
     vocab_size: int
     width: int
-
-
-def keys_and_values_or_shared(config: ModelConfig, layer: int) -> LayerCaches:
-    """Keep keys and values; nothing in layers that read another layer's."""
-    return keys_and_values(config, layer) if config.kv_source(layer) == layer else ()
-
-
-def keys_and_values(config: ModelConfig, layer: int) -> tuple[LayerCache]:
-    """Keep a key and a value for every KV head; only those in the layer's window if `window_caches` is set."""
-    window = config.layer_windows[layer] if config.window_caches else None
-    if window is not None and window >= config.max_model_len:
-        window = None
-    heads = config.heads_of(layer)
-    is_even = heads.key_dim == heads.value_dim
-    cache = LayerCache(
-        kind=CacheKind.FULL if window is None else CacheKind.WINDOW,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.key_dim if is_even else heads.key_dim + heads.value_dim,
-        num_planes=2 if is_even else 1,  # rows of a key and its value: `kernels.kv_rows`
-        dtype=config.cache_dtype,
-        window=window,
-    )
-    return (cache,)
-
-
-def latents(config: ModelConfig, layer: int) -> tuple[LayerCache]:
-    """Keep a latent, and the rotated part of the key, which all heads share."""
-    assert config.latent is not None, "a config of this family has latents"
-    cache = LayerCache(
-        kind=CacheKind.LATENT,
-        num_kv_heads=1,
-        num_planes=1,
-        head_dim=config.latent.rank + config.latent.rope_dim,
-        dtype=config.cache_dtype,
-    )
-    return (cache,)
-
-
-def keys_and_values_or_states(config: ModelConfig, layer: int) -> LayerCaches:
-    """Keep keys and values; in layers of linear attention the last inputs of the convolution, and a state per head."""
-    return linear_states(config, layer) or keys_and_values(config, layer)
-
-
-def latents_or_states(config: ModelConfig, layer: int) -> LayerCaches:
-    """Keep latents; in layers of linear attention the last inputs of the convolution, and a state per head."""
-    return linear_states(config, layer) or latents(config, layer)
-
-
-def linear_states(config: ModelConfig, layer: int) -> tuple[()] | tuple[LayerState]:
-    """Return the state of a layer of linear attention; nothing for other layers."""
-    shape = config.linear
-    if shape is None or not shape.layers[layer]:
-        return ()
-    heads = shape.num_value_heads
-    state = LayerState(
-        (
-            StatePart(
-                (shape.conv_channels, shape.conv_width - 1),
-                config.dtype,
-                rows=(*[StateRows(shape.num_key_heads, shape.key_dim)] * 2, StateRows(heads, shape.value_dim)),
-            ),
-            StatePart((heads, shape.key_dim, shape.value_dim), "float32"),
-        )
-    )
-    return (state,)
-
-
-def caches_of_blocks(config: ModelConfig, layer: int) -> LayerCaches:
-    """Keep keys and values of a layer's attention, and the last convolution inputs and the state of its Mamba-2.
-
-    Heads are divided over ranks. The groups that share B and C are divided, too, or shared by ranks if they are fewer.
-    """
-    shape = config.mamba
-    assert shape is not None, "a config of this family has Mamba-2"
-    cache = keys_and_values(config, layer) if shape.has(layer, ATTENTION) else ()
-    if not shape.has(layer, MAMBA):
-        return cache
-    heads, groups = StateRows(shape.num_heads, shape.head_dim), StateRows(shape.num_groups, shape.state_dim)
-    state = LayerState(
-        (
-            StatePart((shape.conv_channels, shape.conv_width - 1), config.dtype, (heads, groups, groups)),
-            StatePart((shape.num_heads, shape.head_dim, shape.state_dim), "float32"),
-        )
-    )
-    return (*cache, state)
 
 
 def _inputs_of_states(config: ModelConfig, states: StateLayout) -> StateLayout:
@@ -226,7 +132,13 @@ class ConfigRules:
     mamba: Callable[[Keys, int], MambaShape] | None = None  # given the number of layers; None: no such layer
     num_layers: Callable[[Keys], int] | None = None  # None: `num_hidden_layers`
     rotates: Callable[[Keys], bool] | None = None  # whether queries and keys are rotated; None: always
+    # For each layer whether it rotates queries and keys, given the layers' windows; None: all do, or as `rotates` says.
+    rotated_layers: Callable[[Keys, tuple[int | None, ...]], tuple[bool, ...]] | None = None
+    grows_queries: bool = False  # whether the config may ask for `QueryGrowth`
     rotary_fraction: float | None = None  # default of the rotated share of a head's dimensions; None: always all
+    rotary_dim_key: str | None = None  # key of the number of rotated dimensions, for configs that do not say the share
+    norms_heads_key: str | None = None  # key of `ModelConfig.norms_heads`
+    only: Mapping[str, Any] = field(default_factory=dict)  # keys that change the result -> the only supported value
     scales: Callable[[Keys], Scales] = no_scales
     has_gated_heads: bool = False  # whether `q_proj` also gives a gate for every value of a head's output
     norm_offset: float = 0.0  # added to the stored weights of norms
@@ -262,7 +174,10 @@ class ModelConfig:
     kv_sources: tuple[int, ...] = ()  # for each layer, the one whose keys and values it reads; (): all read their own
     doubles_shared_mlps: bool = False  # whether layers that read another's keys and values have MLPs of twice the width
     layer_inputs: LayerInputShape | None = None
+    rotated_layers: tuple[bool, ...] = ()  # for each layer: whether it rotates queries and keys; (): all do
+    query_growth: QueryGrowth | None = None
     rotary_fraction: float = 1.0  # share of a head's dimensions that are rotated
+    norms_heads: bool = False  # whether query and key heads are normed, in families that have both kinds of models
     rms_norm_eps: float
     attention_bias: bool
     mlp_bias: bool
@@ -352,6 +267,10 @@ class ModelConfig:
     def kv_source(self, layer: int) -> int:
         """Return the index of the layer whose keys and values a layer reads, usually its own."""
         return self.kv_sources[layer] if self.kv_sources else layer
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer rotates queries and keys."""
+        return not self.rotated_layers or self.rotated_layers[layer]
 
     def mlp_width(self, layer: int) -> int:
         """Return the width of a layer's dense MLP."""

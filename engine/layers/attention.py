@@ -11,6 +11,7 @@ from torch import Tensor
 
 from baton.engine.core.layout import CachePlace
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.rope import NoRope
 from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
 from baton.kernels.activation import gate_heads
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention, prepare
@@ -31,6 +32,8 @@ class CosSin:
 
     plain: Tensor  # for layers with full attention
     windowed: Tensor  # for layers with a sliding window: the same, unless the model gives them their own rope
+    query_factors: Tensor | None = None  # [positions], for queries: see `hf_config.rope.QueryGrowth`; None: all are 1
+    still: Tensor | None = None  # of angle 0, for layers that do not rotate; None: there are none
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class TokenMixer(Layer, abc.ABC):
     """The part of a decoder layer that mixes the tokens of a sequence."""
 
     window: int | None = None  # number of keys that a query sees, its own included; None: all up to its own
+    rotary_dim: int = 0  # the number of dimensions of a head that are rotated
     place: CachePlace  # the layer's cache: the cache group, and the layer's index in it
 
     @abc.abstractmethod
@@ -121,6 +125,9 @@ class Attention(SelfAttention):
                 "width": RMSNorm of all query heads together, and of all key heads
     sinks       each query head has a learnt extra score in the softmax, without a key or a value
     v_norm      RMSNorm without weights of every value head
+    merged      the checkpoint has the projections of queries, keys and values in one tensor, `qkv_proj`
+    interleaved  neighbouring dimensions of a head are rotated together, where otherwise dimensions half of the rotated
+                ones apart are; then those of queries and keys are reordered once they are loaded, as the kernels need
     gated       `q_proj` also gives a gate for each query head, right after the query; the head's output is multiplied
                 by the gate's sigmoid
 
@@ -140,6 +147,8 @@ class Attention(SelfAttention):
         v_norm: bool = False,
         sinks: bool = False,
         gated: bool = False,
+        merged: bool = False,
+        interleaved: bool = False,
         output_multiplier: float = 1.0,
         in_features: int | None = None,
     ) -> None:
@@ -155,6 +164,11 @@ class Attention(SelfAttention):
             parts["k_proj"] = kv_heads * dim
         if self._has_values:
             parts["v_proj"] = kv_heads * value_dim
+        self._merged = merged
+        if merged:
+            parts = {"qkv_proj": sum(parts.values())}
+        assert not interleaved or (qk_norm is None and not gated), "norms and gates would have to be reordered, too"
+        self._interleaved = interleaved
         self.qkv_proj = MergedLinear(in_features or config.hidden_size, parts, bias=qkv_bias)
         self.o_proj = Linear(heads * value_dim, config.hidden_size, bias=output_bias)
         # Factors of the cached keys and values; None: no factors.
@@ -176,7 +190,10 @@ class Attention(SelfAttention):
         self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
         self._head_dim, self._value_dim = dim, value_dim
         has_own_rope = self.window is not None and config.window_rope is not None
-        self._rotary_dim = config.window_rotary_dim if has_own_rope else config.rotary_dim
+        self._rotates = config.rotates(layer)
+        self.rotary_dim = config.window_rotary_dim if has_own_rope else config.rotary_dim
+        if not self._rotates:
+            self.rotary_dim = min(self.rotary_dim, NoRope.most_dims)
         self._norms_width = qk_norm == "width"
         self._norms_values = v_norm
         self._ones: Tensor | None = None  # weights of the norm of values
@@ -189,6 +206,8 @@ class Attention(SelfAttention):
         heads, kv_heads = Share.part(self.num_heads, groups.tp), shared_heads(self.num_kv_heads, groups.tp)
         q, k, v = heads.times(self._head_dim), kv_heads.times(self._head_dim), kv_heads.times(self._value_dim)
         shares = {"q_proj": heads.times(self._q_parts * self._head_dim), "k_proj": k, "v_proj": v}
+        if self._merged:
+            shares = {"qkv_proj": Share.of_sections(list(shares.values()))}
         self.qkv_proj.keep_parts({name: shares[name] for name in self.qkv_proj.parts})
         self.o_proj.keep_columns(heads.times(self._value_dim), groups.tp)
         if self.sinks is not None:
@@ -203,6 +222,8 @@ class Attention(SelfAttention):
         return prepare(cache.batch, cache.kv, num_heads=self.num_heads, head_dim=self._head_dim)
 
     def finish(self) -> None:
+        if self._interleaved:
+            self.qkv_proj.reorder_rows(self._halves_apart().to(self.qkv_proj.weights["weight"].data.device))
         self.o_proj.multiply_rows([(self.o_proj.out_features, self._output_multiplier)])
         super().finish()
         if self._norms_values:
@@ -234,6 +255,8 @@ class Attention(SelfAttention):
         if self._q_parts > 1:
             q, gate = (part.squeeze(2) for part in q.unflatten(1, (-1, 2)).split(1, dim=2))
             q = q.contiguous()
+        if context.cos_sin.query_factors is not None:
+            q = q * context.cos_sin.query_factors[batch.positions][:, None, None]
         q_norm = k_norm = None
         if self.q_norm is not None:
             if self._norms_width and self.k_norm is not None:
@@ -246,11 +269,11 @@ class Attention(SelfAttention):
             q,
             k,
             v,
-            context.cos_sin.plain if self.window is None else context.cos_sin.windowed,
+            self._angles(context.cos_sin),
             kv,
             index,
             batch,
-            rotary_dim=self._rotary_dim,
+            rotary_dim=self.rotary_dim,
             q_norm=q_norm,
             k_norm=k_norm,
             eps=self.eps,
@@ -262,6 +285,20 @@ class Attention(SelfAttention):
             gate_heads(out, gate)
         out = out.flatten(1)
         return self.o_proj(out if wanted is None else rows_at(out, wanted), add_to=add_to)
+
+    def _halves_apart(self) -> Tensor:
+        """Return an order of the outputs in which dimensions that are rotated together lie half of those apart."""
+        rows = torch.arange(self.qkv_proj.out_features)
+        rotated = self.num_heads + self._has_keys * self.num_kv_heads  # the heads of queries, then those of keys
+        heads = rows[: rotated * self._head_dim].view(rotated, self._head_dim)[:, : self.rotary_dim]
+        heads.copy_(torch.cat([heads[:, 0::2], heads[:, 1::2]], dim=1))
+        return rows
+
+    def _angles(self, cos_sin: CosSin) -> Tensor:
+        if not self._rotates:
+            assert cos_sin.still is not None, "the model has layers that do not rotate"
+            return cos_sin.still
+        return cos_sin.plain if self.window is None else cos_sin.windowed
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the heads of q (each followed by its gate, if the layer is gated), k and v, [T, heads, dim].

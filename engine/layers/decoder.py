@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.hf_config.model_config import LayerInputShape, ModelConfig
-from baton.engine.hf_config.rope import Rope
+from baton.engine.hf_config.rope import NO_ROPE, Rope
 from baton.kernels.activation import soft_cap
 from baton.kernels.linear import RowNorm
 
@@ -31,7 +31,7 @@ from .embedding import Embedding, Head, TiedHead
 from .linear import Linear
 from .mlp import FeedForward
 from .norm import ResidualStream, RMSNorm
-from .rotary import cos_sin_table
+from .rotary import cos_sin_table, query_factors
 
 
 class Decoder(Layer):
@@ -165,7 +165,12 @@ class CausalLM(Layer):
         of_all, windowed = table(config.rope, config.rotary_dim), None
         if config.window_rope is not None:
             windowed = table(config.window_rope, config.window_rotary_dim)
-        self._cos_sin = CosSin(of_all, of_all if windowed is None else windowed)
+        factors = still = None
+        if config.query_growth is not None and config.max_model_len > config.query_growth.every:
+            factors = query_factors(config.query_growth, config.max_model_len).to(device, dtype)
+        if not all(config.rotated_layers):
+            still = table(NO_ROPE, min(config.rotary_dim, NO_ROPE.most_dims))
+        self._cos_sin = CosSin(of_all, of_all if windowed is None else windowed, factors, still)
 
     def prepare(self, caches: Sequence[GroupCache | StateCache]) -> tuple[GroupCache | StateCache, ...]:
         """Return the caches with the attention kernels' plan of this step, made once for each cache group."""
@@ -281,9 +286,9 @@ def _one_of_each_group(layers: Sequence[DecoderLayer]) -> tuple[SelfAttention, .
 
 def _kernels_of(layer: Layer) -> tuple[object, ...]:
     """Return a key that is equal for layers that run the same kernels over the same shapes."""
-    window = layer.window if isinstance(layer, TokenMixer) else None
+    mixed = (layer.window, layer.rotary_dim) if isinstance(layer, TokenMixer) else None
     shapes = tuple(parameter.shape for _, parameter in layer.parameters())
-    return type(layer), window, shapes, tuple(_kernels_of(child) for _, child in layer.children())
+    return type(layer), mixed, shapes, tuple(_kernels_of(child) for _, child in layer.children())
 
 
 class LayerInputs(Layer):

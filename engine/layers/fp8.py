@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.hf_config.errors import WeightsError
+from baton.engine.hf_config.errors import UnsupportedModel, WeightsError
 from baton.engine.hf_config.quantization import Quantization
 from baton.kernels import fp8
 from baton.kernels.activation import activate_each
@@ -115,6 +115,16 @@ class Fp8Linear(LinearMethod):
         each = BLOCK if self.quantization.in_blocks else 1
         counts = [(-(-count // each), factor) for count, factor in factors]
         multiply_stretches(tensors[self.quantization.scale_name], counts)
+
+    def reorder_rows(self, tensors: Mapping[str, Tensor], order: Tensor) -> None:
+        codes, scales = tensors["weight"].view(torch.uint8), tensors[self.quantization.scale_name]
+        codes.copy_(codes[order])
+        if self.quantization.in_blocks:
+            blocks = torch.arange(len(order), device=order.device) // BLOCK
+            if not torch.equal(order // BLOCK, blocks):
+                raise UnsupportedModel("heads that straddle blocks of scales are not supported for this rope")
+        elif scales.numel() > 1:
+            scales.copy_(scales[order])
 
     def pack(self, tensors: Mapping[str, Tensor]) -> LinearWeight:
         return Fp8LinearWeight(fp8.Fp8Weight(tensors["weight"], tensors[self.quantization.scale_name]))

@@ -91,6 +91,12 @@ class Linear(Layer):
         if self.bias is not None:
             multiply_stretches(self.bias.data, factors)
 
+    def reorder_rows(self, order: Tensor) -> None:
+        """Make output i what output `order[i]` was. Called once all slots are filled, before `finish`."""
+        self.method.reorder_rows({name: parameter.data for name, parameter in self.weights.items()}, order)
+        if self.bias is not None:
+            self.bias.data.copy_(self.bias.data[order])
+
     def finish(self) -> None:
         self.packed = self.method.pack({name: parameter.data for name, parameter in self.weights.items()})
         for parameter in self.weights.values():

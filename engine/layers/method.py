@@ -71,6 +71,10 @@ class LinearMethod(abc.ABC):
         """Multiply successive runs of the loaded weight's rows, given as (number of rows, factor), by their factors."""
 
     @abc.abstractmethod
+    def reorder_rows(self, tensors: Mapping[str, Tensor], order: Tensor) -> None:
+        """Make row i of the loaded weight what row `order[i]` was. Rows only move within blocks of a common scale."""
+
+    @abc.abstractmethod
     def pack(self, tensors: Mapping[str, Tensor]) -> LinearWeight:
         """Return the loaded tensors of the declared parameters, by the same names, in the kernels' layout."""
 
@@ -91,6 +95,9 @@ class PlainMethod(LinearMethod):
 
     def multiply_rows(self, tensors: Mapping[str, Tensor], factors: Sequence[tuple[int, float]]) -> None:
         multiply_stretches(tensors["weight"], factors)
+
+    def reorder_rows(self, tensors: Mapping[str, Tensor], order: Tensor) -> None:
+        tensors["weight"].copy_(tensors["weight"][order])
 
     def pack(self, tensors: Mapping[str, Tensor]) -> LinearWeight:
         return PlainWeight(pack(tensors["weight"]))

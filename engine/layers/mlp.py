@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -65,7 +66,8 @@ class MLP(FeedForward):
 class GatedMLP(FeedForward):
     """down(activation(gate(x)) * up(x)).
 
-    merged      the checkpoint has gates and ups in one tensor, `input_linear`, and calls the down one `output_linear`
+    merged      the checkpoint has gates and ups in one tensor of this name. If it is `input_linear`, the down one is
+                called `output_linear`
 
     `gate_multiplier` and `output_multiplier`, factors of the gate's and of the MLP's output, are multiplied into the
     weights once they are loaded.
@@ -78,13 +80,13 @@ class GatedMLP(FeedForward):
         *,
         bias: bool = False,
         activation: Activation = Activation.SILU,
-        merged: bool = False,
+        merged: Literal["input_linear", "gate_up_proj"] | None = None,
         gate_multiplier: float = 1.0,
         output_multiplier: float = 1.0,
     ) -> None:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        if merged:
-            parts = {"input_linear": 2 * intermediate_size}
+        if merged is not None:
+            parts = {merged: 2 * intermediate_size}
         self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
         self._activation = activation
@@ -93,7 +95,7 @@ class GatedMLP(FeedForward):
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         for name, child in super().children():
-            yield "output_linear" if self._merged and child is self.down_proj else name, child
+            yield "output_linear" if self._merged == "input_linear" and child is self.down_proj else name, child
 
     def divide(self, groups: ParallelGroups) -> None:
         self.divide_over(groups.tp)
@@ -102,7 +104,9 @@ class GatedMLP(FeedForward):
         """Divide the intermediate width over the group. With `summed=False`, the caller sums the ranks' outputs."""
         share = Share.part(self.down_proj.in_features, group)
         parts = {"gate_proj": share, "up_proj": share}
-        self.gate_up_proj.keep_parts({"input_linear": Share.of_sections([share, share])} if self._merged else parts)
+        if self._merged is not None:
+            parts = {self._merged: Share.of_sections([share, share])}
+        self.gate_up_proj.keep_parts(parts)
         self.down_proj.keep_columns(share, group, summed=summed)
 
     def finish(self) -> None:

@@ -12,7 +12,16 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.hf_config.rope import LinearRope, Llama3Rope, NoRope, ProportionalRope, Rope, YarnRope
+from baton.engine.hf_config.rope import (
+    LinearRope,
+    Llama3Rope,
+    NoRope,
+    ProportionalRope,
+    QueryGrowth,
+    Rope,
+    ScaledRope,
+    YarnRope,
+)
 
 
 def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
@@ -22,8 +31,13 @@ def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.d
     """
     turning = _turning(rope, head_dim) if isinstance(rope, ProportionalRope) else head_dim // 2
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies(rope, head_dim)[:turning]
-    scale = rope.attention_factor if isinstance(rope, YarnRope) else 1.0
+    scale = rope.attention_factor if isinstance(rope, ScaledRope | YarnRope) else 1.0
     return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1).to(device)
+
+
+def query_factors(growth: QueryGrowth, num_positions: int) -> Tensor:
+    """Return the factors of queries [num_positions] float32."""
+    return 1 + growth.beta * torch.log1p(torch.arange(num_positions) // growth.every)
 
 
 @functools.singledispatch
@@ -40,6 +54,11 @@ def _(rope: NoRope, head_dim: int) -> Tensor:
 @frequencies.register
 def _(rope: LinearRope, head_dim: int) -> Tensor:
     return 1.0 / _wavelengths(rope, head_dim) / rope.factor
+
+
+@frequencies.register
+def _(rope: ScaledRope, head_dim: int) -> Tensor:
+    return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * _wavelengths(rope, head_dim))
 
 
 @frequencies.register

@@ -5,8 +5,9 @@ from __future__ import annotations
 from baton.engine import layers
 from baton.engine.hf_config.errors import InvalidModelConfig
 from baton.engine.hf_config.keys import Keys
+from baton.engine.hf_config.layer_caches import caches_of_blocks
 from baton.engine.hf_config.mamba import ATTENTION, MAMBA, MLP, MambaShape, read_mamba
-from baton.engine.hf_config.model_config import ModelConfig, caches_of_blocks
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family

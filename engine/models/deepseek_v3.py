@@ -6,7 +6,8 @@ from baton.engine.hf_config.attention import LatentShape, read_latent
 from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_behind_dense
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.model_config import DraftRules, ModelConfig, latents
+from baton.engine.hf_config.layer_caches import latents
+from baton.engine.hf_config.model_config import DraftRules, ModelConfig
 
 from . import Family
 from .deepseek_v2 import DeepseekV2Layer
@@ -52,6 +53,16 @@ def draft_layers(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"model.layers.{config.num_layers + index}.*" for index in unread)
 
 
+DRAFT_RULES = DraftRules(
+    path=path_of_draft_layer,
+    layer="",
+    embedding_norm="enorm",
+    hidden_norm="hnorm",
+    projection="eh_proj",
+    norm="shared_head.norm",
+    copies=("embed_tokens.weight", "shared_head.head.weight"),
+)
+
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     layer=DeepseekV3Layer,
@@ -60,13 +71,5 @@ FAMILY = Family(
     experts=read_experts,
     latent=read_v3_latent,
     ignored_tensors=draft_layers,
-    draft=DraftRules(
-        path=path_of_draft_layer,
-        layer="",
-        embedding_norm="enorm",
-        hidden_norm="hnorm",
-        projection="eh_proj",
-        norm="shared_head.norm",
-        copies=("embed_tokens.weight", "shared_head.head.weight"),
-    ),
+    draft=DRAFT_RULES,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.engine.hf_config.errors import InvalidModelConfig
 from baton.engine.hf_config.keys import Keys
+from baton.engine.hf_config.layer_caches import caches_of_blocks
 from baton.engine.hf_config.mamba import (
     ATTENTION,
     MAMBA,
@@ -15,7 +16,7 @@ from baton.engine.hf_config.mamba import (
     read_mamba,
     refuse,
 )
-from baton.engine.hf_config.model_config import Scales, caches_of_blocks
+from baton.engine.hf_config.model_config import Scales
 
 from . import Family
 from .bamba import BambaLayer

@@ -6,7 +6,8 @@ from baton.engine import layers
 from baton.engine.hf_config.attention import WindowRule
 from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.model_config import ModelConfig, Scales, keys_and_values
+from baton.engine.hf_config.layer_caches import keys_and_values
+from baton.engine.hf_config.model_config import ModelConfig, Scales
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family

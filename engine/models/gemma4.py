@@ -10,7 +10,8 @@ from baton.engine.hf_config.attention import FULL, SLIDING, WindowRule, read_hea
 from baton.engine.hf_config.errors import InvalidModelConfig
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.model_config import LayerInputShape, ModelConfig, Scales, keys_and_values_or_shared
+from baton.engine.hf_config.layer_caches import keys_and_values_or_shared
+from baton.engine.hf_config.model_config import LayerInputShape, ModelConfig, Scales
 from baton.engine.layers.base import Layer, Parameter
 from baton.engine.layers.decoder_layer import DecoderLayer
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from baton.engine import layers
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.keys import Keys
+from baton.engine.hf_config.layer_caches import caches_of_blocks
 from baton.engine.hf_config.mamba import ATTENTION, MAMBA, MLP, MOE, MambaShape, read_block_types, read_mamba
-from baton.engine.hf_config.model_config import ModelConfig, Scales, caches_of_blocks
+from baton.engine.hf_config.model_config import ModelConfig, Scales
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder_layer import DecoderLayer
 
@@ -34,7 +35,9 @@ class GraniteMoeHybridLayer(DecoderLayer):
                 config, index, qkv_bias=bias, output_bias=bias, output_multiplier=scales.attention_output
             )
         self.post_attention_layernorm = layers.RMSNorm(size, eps)
-        mlp = layers.GatedMLP(size, config.intermediate_size, merged=True, output_multiplier=scales.mlp_output)
+        mlp = layers.GatedMLP(
+            size, config.intermediate_size, merged="input_linear", output_multiplier=scales.mlp_output
+        )
         self.shared_mlp: layers.FeedForward = mlp
         self._has_experts = config.moe is not None
         if config.moe is not None:

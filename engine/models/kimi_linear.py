@@ -18,8 +18,9 @@ from baton.engine.hf_config.attention import (
 from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, require, sparse_as_listed, sparse_behind_dense
 from baton.engine.hf_config.keys import Keys
+from baton.engine.hf_config.layer_caches import latents_or_states
 from baton.engine.hf_config.mamba import refuse
-from baton.engine.hf_config.model_config import ModelConfig, latents_or_states
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder_layer import DecoderLayer
 

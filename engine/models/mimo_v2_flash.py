@@ -10,7 +10,8 @@ from baton.engine.hf_config.attention import FULL, SLIDING, HeadShape, WindowRul
 from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_as_listed
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.model_config import DraftRules, ModelConfig, Scales, keys_and_values
+from baton.engine.hf_config.layer_caches import keys_and_values
+from baton.engine.hf_config.model_config import DraftRules, ModelConfig, Scales
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family

@@ -6,6 +6,7 @@ from baton.engine import layers
 from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts
 from baton.engine.hf_config.keys import Keys
+from baton.engine.hf_config.layer_caches import caches_of_blocks
 from baton.engine.hf_config.mamba import (
     ATTENTION,
     MAMBA,
@@ -18,7 +19,7 @@ from baton.engine.hf_config.mamba import (
     read_mamba,
     refuse,
 )
-from baton.engine.hf_config.model_config import ModelConfig, caches_of_blocks
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family

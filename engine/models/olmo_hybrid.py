@@ -5,7 +5,8 @@ from __future__ import annotations
 from baton.engine import layers
 from baton.engine.hf_config.attention import FULL, LINEAR, LinearAttentionShape, check_linear_heads, linear_layers
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.model_config import ModelConfig, keys_and_values_or_states
+from baton.engine.hf_config.layer_caches import keys_and_values_or_states
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.rope import DEFAULT_THETA
 from baton.engine.layers.decoder_layer import DecoderLayer
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from baton.engine import layers
 from baton.engine.hf_config.attention import WindowRule
-from baton.engine.hf_config.model_config import ModelConfig, keys_and_values
+from baton.engine.hf_config.layer_caches import keys_and_values
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family

@@ -8,7 +8,8 @@ from baton.engine import layers
 from baton.engine.hf_config.attention import read_linear_attention
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.model_config import ModelConfig, keys_and_values_or_states
+from baton.engine.hf_config.layer_caches import keys_and_values_or_states
+from baton.engine.hf_config.model_config import ModelConfig
 
 from . import Family
 from .qwen3_5 import DRAFT_RULES, NORM_OFFSET, Qwen35Layer, draft_layers

@@ -7,7 +7,8 @@ from baton.engine.hf_config.attention import WindowRule
 from baton.engine.hf_config.errors import InvalidModelConfig
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.model_config import ModelConfig, keys_and_values
+from baton.engine.hf_config.layer_caches import keys_and_values
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family

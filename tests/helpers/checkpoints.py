@@ -41,6 +41,20 @@ ARCHITECTURES = (
     "kimi_linear",
     "mimo_v2_flash",
     "gemma4_text",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "olmo3",
+    "seed_oss",
+    "granite",
+    "minimax_m2",
+    "smollm3",
+    "exaone4",
+    "hy_v3",
+    "phi3",
+    "glm",
+    "glm4",
+    "ernie4_5",
+    "ministral3",
 )
 # Architectures whose output layer may be tied to the embedding:
 TIED = tuple(name for name in ARCHITECTURES if name not in ("nemotron_h", "kimi_linear"))

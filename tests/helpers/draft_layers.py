@@ -15,8 +15,10 @@ from baton.kernels.sampling import encode_row, sample_rows
 from .checkpoints import DIFFERENCES, SHAPE, edit_config, make_model, write_checkpoint
 
 # Of each architecture: where the draft layer's blocks are, and the tensors around them.
+_BEHIND = ("model.layers.{n}.", "model.layers.{n}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
 _NAMES = {
-    "deepseek_v3": ("model.layers.{n}.", "model.layers.{n}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+    "deepseek_v3": _BEHIND,
+    "glm4_moe": _BEHIND,
     "qwen3_next": ("mtp.layers.0.", "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
 }
 
@@ -41,7 +43,7 @@ def with_draft_layer(folder: Path, architecture: str, **config: Any) -> Path:
         is_norm = name not in ("eh_proj", "fc")
         shape = (size,) if is_norm else (size, 2 * size)
         tensors[f"{around}{name}.weight"] = is_norm + 0.1 * torch.randn(shape, generator=generator)
-    if architecture == "deepseek_v3":  # as published: copies of the model's own
+    if _NAMES[architecture] == _BEHIND:  # as published: copies of the model's own
         tensors[f"{around}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{around}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -101,14 +103,14 @@ def expected_accepted(
 
 
 class DraftReference:
-    """The draft layer of a DeepSeek-V3 checkpoint of `with_draft_layer`, computed by `transformers`' layers."""
+    """The draft layer of a DeepSeek-V3 or GLM-4.5 checkpoint of `with_draft_layer`, by `transformers`' layers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, architecture: str) -> None:
         tensors = load_file(folder / "model.safetensors")
-        own = num_layers_of("deepseek_v3")
+        own = num_layers_of(architecture)
         path = f"model.layers.{own}."
         self._around = {name.removeprefix(path): tensor for name, tensor in tensors.items() if name.startswith(path)}
-        model = make_model("deepseek_v3", num_hidden_layers=own + 1).eval()  # the same that was written
+        model = make_model(architecture, num_hidden_layers=own + 1).eval()  # the same that was written
         self._draft = model.model.layers[own]
         model.model.layers = model.model.layers[:own]
         self._model = model

@@ -62,6 +62,12 @@ DIVISIONS: dict[str, tuple[str, dict[str, Any], int]] = {
     "olmo_hybrid": ("olmo_hybrid", {}, 2),
     "falcon_h1": ("falcon_h1", {}, 2),
     "nemotron_h-more-ranks-than-groups": ("nemotron_h", {"n_groups": 1}, 2),
+    "glm4_moe": ("glm4_moe", {}, 2),
+    "glm4": ("glm4", {}, 2),  # merged projections, reordered queries and keys
+    "phi3": ("phi3", {}, 2),
+    "minimax_m2": ("minimax_m2", {}, 2),
+    "exaone4": ("exaone4", {}, 2),
+    "ministral3": ("ministral3", {}, 2),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}, 2),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}, 2),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}, 2),

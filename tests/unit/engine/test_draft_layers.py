@@ -90,14 +90,25 @@ def test_answers_are_those_without_a_draft_layer(
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "prompts"),
+    [("deepseek_v3", PROMPTS[::2]), ("glm4_moe", PROMPTS[:4:2])],  # of a longer one, rounding decides a draw
+    ids=["deepseek_v3", "glm4_moe"],
+)
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("chunk", [256, 16])
 def test_guesses_are_those_that_the_layers_of_transformers_give(
-    make: Callable[..., LLM], folder: Path, params: SamplingParams, chunk: int
+    make: Callable[..., LLM],
+    tmp_path: Path,
+    architecture: str,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    chunk: int,
 ) -> None:
-    reference = DraftReference(folder)
-    drafting = make(speculative_config=MTP, max_num_seqs=1, max_num_batched_tokens=chunk)
-    found = check_guesses(drafting, PROMPTS[::2], params, partial(expected_accepted, reference, most=MOST))
+    folder = with_draft_layer(tmp_path / "model", architecture)
+    reference = DraftReference(folder, architecture)
+    drafting = make(folder, speculative_config=MTP, max_num_seqs=1, max_num_batched_tokens=chunk)
+    found = check_guesses(drafting, prompts, params, partial(expected_accepted, reference, most=MOST))
     assert all(found) or params is not HOT, "random numbers decide most draws, so some guesses are right"
 
 

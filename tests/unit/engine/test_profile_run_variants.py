@@ -195,6 +195,11 @@ def test_nor_does_one_where_all_but_scored_prompts_are_captured(kind: str, tmp_p
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
+def test_nor_does_one_with_layers_that_do_not_rotate(tmp_path: Path) -> None:
+    check(write_checkpoint(tmp_path, "smollm3", hidden_size=128))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a device does not go with a real one")
 @pytest.mark.parametrize(("kind", "most_tokens"), [("qwen3", 1024), ("qwen3", 128), ("deepseek_v2", 1024)])
 def test_nor_does_one_with_drafts(kind: str, most_tokens: int, tmp_path: Path) -> None:
     check(write_checkpoint(tmp_path, kind), max_num_batched_tokens=most_tokens, speculation=SUFFIX)

@@ -57,6 +57,38 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-raw-weights": ("deepseek_v3", {"norm_topk_prob": False, "routed_scaling_factor": 1.0}),
     "deepseek_v3-null-is-false": ("deepseek_v3", {"norm_topk_prob": None}),
     "deepseek_v2-stray-keys": ("deepseek_v2", {"rope_interleave": False}),
+    "exaone4-no-windows": (
+        "exaone4",
+        {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 3},
+    ),
+    "exaone4-word": (
+        "exaone4",
+        {"sliding_window_pattern": "LLG", "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "smollm3-windows": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 24, "no_rope_layers": None, "no_rope_layer_interval": 2},
+    ),
+    "glm4_moe-plain": ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "n_group": 1, "topk_group": 1}),
+    "glm4_moe_lite-direct-queries": ("glm4_moe_lite", {"q_lora_rank": None, "mlp_layer_types": None}),
+    "minimax_m2-all-rotated": ("minimax_m2", {"rotary_dim": None}),
+    "ministral3-window": ("ministral3", {"sliding_window": 24}),
+    "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
+    "hy_v3-listed": ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "sliding_window": None,
+            "original_max_position_embeddings": 16,
+            "rope": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0 + i / 8 for i in range(8)],
+                "long_factor": [2.0 + i / 4 for i in range(8)],
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "mixtral-unlimited": ("mixtral", {"sliding_window": None, "num_experts_per_tok": 1}),
     "gpt_oss-yarn": (
         "gpt_oss",

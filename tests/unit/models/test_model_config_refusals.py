@@ -37,7 +37,7 @@ def test_an_unsupported_architecture_names_the_supported_ones(read: Callable[...
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope.*yarn"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "ntk.*yarn"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type .'yarn'. is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -76,6 +76,11 @@ def test_unsupported_options_are_refused_by_name(
         ({"rope_scaling": {"type": "linear"}}, "need 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' must be a positive number"),
         ({"rope_scaling": "linear"}, "must be an object"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": 1.0}}, "'short_factor' must be a list of numbers"),
+        (
+            {"head_dim": 4, "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+            "longrope must have 2 factors.* not 1",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "'factor' must be a positive number"),
         ({"use_sliding_window": True, "sliding_window": 8, "layer_types": 2}, "'layer_types' must be a list"),
         ({"architectures": "Qwen3ForCausalLM"}, "'architectures' must be a list"),

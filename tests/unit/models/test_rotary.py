@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.hf_config.rope import read_rope
+from baton.engine.hf_config.rope_reader import read_rope
 from baton.engine.layers.rotary import cos_sin_table
 
 LLAMA_3_1 = {

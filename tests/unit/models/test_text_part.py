@@ -42,6 +42,11 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3_5_text": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _QWEN_TOWER),
     "qwen3_5_moe_text": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", _QWEN_TOWER),
+    "ministral3": (
+        "Mistral3Config",
+        "Mistral3ForConditionalGeneration",
+        {**_TOWER, "num_hidden_layers": 1, "image_size": 16, "head_dim": 8},
+    ),
     "mistral": (
         "Mistral3Config",
         "Mistral3ForConditionalGeneration",

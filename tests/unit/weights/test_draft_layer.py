@@ -15,7 +15,7 @@ from ...helpers.draft_layers import with_draft_layer
 from ...helpers.mimo_draft_layers import write_mimo
 
 
-@pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_next", "mimo_v2_flash"])
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "glm4_moe", "qwen3_next", "mimo_v2_flash"])
 def test_a_checkpoint_with_a_draft_layer_passes_the_check_with_and_without_drafts(
     tmp_path: Path, architecture: str
 ) -> None:

@@ -1,0 +1,33 @@
+"""ERNIE 4.5, dense models."""
+
+from __future__ import annotations
+
+from baton.engine import layers
+from baton.engine.hf_config.layer_caches import keys_and_values
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.layers.decoder_layer import DecoderLayer
+
+from . import Family
+
+
+class Ernie45Layer(DecoderLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x)); neighbouring dimensions of a head are rotated together."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = layers.Attention(config, index, interleaved=True)
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def __call__(self, step: layers.LayerStep) -> None:
+        step.attend(self.self_attn, before=self.input_layernorm)
+        step.feed_forward(self.mlp, before=self.post_attention_layernorm)
+
+
+FAMILY = Family(
+    architecture="Ernie4_5ForCausalLM",
+    layer=Ernie45Layer,
+    cache=keys_and_values,
+    defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+    only={"use_bias": False},
+)

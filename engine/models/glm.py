@@ -1,0 +1,36 @@
+"""GLM-4-9B and GLM-Edge (arXiv:2406.12793)."""
+
+from __future__ import annotations
+
+from baton.engine import layers
+from baton.engine.hf_config.layer_caches import keys_and_values
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.layers.decoder_layer import DecoderLayer
+
+from . import Family
+
+
+class GlmLayer(DecoderLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Half of each head is rotated, neighbouring dimensions together.
+    """
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = layers.Attention(config, index, qkv_bias=config.attention_bias, interleaved=True)
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size, merged="gate_up_proj")
+
+    def __call__(self, step: layers.LayerStep) -> None:
+        step.attend(self.self_attn, before=self.input_layernorm)
+        step.feed_forward(self.mlp, before=self.post_attention_layernorm)
+
+
+FAMILY = Family(
+    architecture="GlmForCausalLM",
+    layer=GlmLayer,
+    cache=keys_and_values,
+    defaults={"attention_bias": True, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07},
+    rotary_fraction=0.5,
+)

@@ -1,0 +1,33 @@
+"""Seed-OSS."""
+
+from __future__ import annotations
+
+from baton.engine import layers
+from baton.engine.hf_config.layer_caches import keys_and_values
+from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.layers.decoder_layer import DecoderLayer
+
+from . import Family
+
+
+class SeedOssLayer(DecoderLayer):
+    """x + attention(norm(x)), then x + mlp(norm(x)); biases on queries, keys and values only."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = layers.Attention(config, index, qkv_bias=config.attention_bias)
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def __call__(self, step: layers.LayerStep) -> None:
+        step.attend(self.self_attn, before=self.input_layernorm)
+        step.feed_forward(self.mlp, before=self.post_attention_layernorm)
+
+
+FAMILY = Family(
+    architecture="SeedOssForCausalLM",
+    layer=SeedOssLayer,
+    cache=keys_and_values,
+    defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
+    only={"attention_out_bias": False},
+)
