@@ -6,7 +6,6 @@ worker ── start, stop ──> step thread (between two steps) ──> file, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -56,13 +55,11 @@ class EngineProfiler:
 
     async def stop(self) -> EngineTrace | None:
         """End the recording and write its file; return None if there is no recording."""
-        if self._limit is not None and self._limit is not asyncio.current_task():
-            self._limit.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._limit
         async with self._changing:
             if (recorded := self._profile) is None:
                 return None
+            if self._limit is not None and self._limit is not asyncio.current_task():
+                self._limit.cancel()
             seconds = time.monotonic() - self._began_s
             await self._between_steps(recorded.stop)
             self._profile = None
