@@ -186,6 +186,18 @@ async def test_a_gateway_hears_of_a_drain_without_losing_its_connection(
     server.close()
 
 
+async def test_an_engine_that_leaves_the_cluster_is_no_lost_connection(
+    engine: CountingEngine, gateway: tuple[ZmqEngineClient, ListedSource]
+) -> None:
+    server, record = serve_engine(engine, KEY)
+    client = await connect(gateway, record)
+    gateway[1].show()
+    await until(lambda: not client.engines())
+    server.close()
+    await client.close()
+    assert client.counters().engines_lost == 0
+
+
 async def test_an_engine_is_busy_for_as_long_as_it_has_work(
     engine: CountingEngine, gateway: tuple[ZmqEngineClient, ListedSource]
 ) -> None:
