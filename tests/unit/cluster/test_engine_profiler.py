@@ -80,7 +80,7 @@ async def test_a_recording_that_is_not_stopped_ends_by_itself(
             await asyncio.sleep(0.05)
 
 
-async def test_a_recording_that_is_just_ending_by_itself_is_not_ended_twice(
+async def test_a_recording_that_is_just_ending_by_itself_is_returned_and_not_ended_twice(
     thread: StepThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiler_module, "LONGEST_S", 0.0)
@@ -101,9 +101,12 @@ async def test_a_recording_that_is_just_ending_by_itself_is_not_ended_twice(
         stopping = asyncio.create_task(profiler.stop())
         await asyncio.sleep(0)
         go_on.set()
-        assert await stopping is None, "it has ended by itself"
-    assert len(begun) == 2
+        ended = await stopping
+    assert ended is not None
+    assert ended.path == trace.path
     assert names(trace.path)
+    assert len(begun) == 2
+    assert await profiler.stop() is None
 
 
 async def test_after_a_recording_that_cannot_begin_the_next_one_can(tmp_path: Path) -> None:
