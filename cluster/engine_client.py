@@ -154,7 +154,8 @@ class ZmqEngineClient:
         for name in [name for name in self._connections if name not in alive]:
             connection = self._connections.pop(name)
             self._remember(name, connection.last_message_s)
-            self._run(self._retire(connection))
+            _add_counters(self._retired, connection.counters)
+            self._run(connection.close("left the cluster"))
         for name, record in alive.items():
             if name in self._connections:
                 self._connections[name].record = record  # the same process, but it may drain now
@@ -168,10 +169,6 @@ class ZmqEngineClient:
         self._last_message_s[name] = last_message_s
         if len(self._last_message_s) > MAX_REMEMBERED:
             del self._last_message_s[next(iter(self._last_message_s))]
-
-    async def _retire(self, connection: Connection) -> None:
-        await connection.close("left the cluster")
-        _add_counters(self._retired, connection.counters)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

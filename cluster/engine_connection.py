@@ -177,6 +177,7 @@ class Connection:
             except Exception:
                 why = "lost its connection to this gateway"
                 logger.exception("the connection to engine %s failed and is reopened", self.record.engine_id)
+            self.counters.engines_lost += self.stats is not None
             self._lose(why)
             await asyncio.sleep(RECONNECT_S)
 
@@ -306,7 +307,6 @@ class Connection:
 
     def _lose(self, why: str) -> None:
         if self.stats is not None:
-            self.counters.engines_lost += 1
             logger.warning(
                 "engine %s (rank %d, pid %d) %s",
                 self.record.engine_id,

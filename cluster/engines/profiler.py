@@ -6,7 +6,6 @@ worker ── start, stop ──> step thread (between two steps) ──> file, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -40,6 +39,7 @@ class EngineProfiler:
         self._trace = EngineTrace(engine_id, node_ip, "")
         self._began_s = 0.0
         self._limit: asyncio.Task[None] | None = None
+        self._ended: EngineTrace | None = None  # a recording that has ended by itself
 
     async def start(self) -> EngineTrace:
         """Begin a recording, and return where its file will be. A recording that is under way continues."""
@@ -50,25 +50,30 @@ class EngineProfiler:
                 self._trace = EngineTrace(self._engine_id, self._node_ip, str(self._folder / name))
                 await asyncio.to_thread(_record_nothing)
                 await self._between_steps(self._begin)
-                self._began_s = time.monotonic()
+                self._began_s, self._ended = time.monotonic(), None
                 self._limit = asyncio.create_task(self._stop_late())
             return self._trace
 
     async def stop(self) -> EngineTrace | None:
-        """End the recording and write its file; return None if there is no recording."""
-        if self._limit is not None and self._limit is not asyncio.current_task():
-            self._limit.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._limit
+        """End the recording, write its file, and return it; None if there is no recording.
+
+        The first call after a recording has ended by itself returns that one.
+        """
         async with self._changing:
-            if (recorded := self._profile) is None:
-                return None
-            seconds = time.monotonic() - self._began_s
-            await self._between_steps(recorded.stop)
-            self._profile = None
-            await asyncio.to_thread(recorded.export_chrome_trace, self._trace.path)
-            size_bytes = Path(self._trace.path).stat().st_size
-            return EngineTrace(self._engine_id, self._node_ip, self._trace.path, seconds, size_bytes)
+            if self._profile is None:
+                ended, self._ended = self._ended, None
+                return ended
+            if self._limit is not None:
+                self._limit.cancel()
+            return await self._end(self._profile)
+
+    async def _end(self, recorded: profile) -> EngineTrace:
+        seconds = time.monotonic() - self._began_s
+        await self._between_steps(recorded.stop)
+        self._profile = None
+        await asyncio.to_thread(recorded.export_chrome_trace, self._trace.path)
+        size_bytes = Path(self._trace.path).stat().st_size
+        return EngineTrace(self._engine_id, self._node_ip, self._trace.path, seconds, size_bytes)
 
     def _begin(self) -> None:
         recording = _recording()
@@ -77,7 +82,9 @@ class EngineProfiler:
 
     async def _stop_late(self) -> None:
         await asyncio.sleep(LONGEST_S)
-        await self.stop()
+        async with self._changing:
+            assert self._profile is not None, "what ends it cancels this task"
+            self._ended = await self._end(self._profile)
 
 
 def _recording() -> profile:

@@ -225,7 +225,7 @@ class EngineServer:
                 self._abort(request_id, generation)
             case Unreadable(name=name, reason=reason):
                 self._end_unreadable(gateway, name, reason)
-            case Call(work=work, done=done):
+            case Call(work=work, done=done) if done.set_running_or_notify_cancel():
                 try:
                     work()
                     done.set_result(None)

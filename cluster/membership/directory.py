@@ -147,6 +147,7 @@ class Directory:
         Unknown names are ignored.
         """
         if self._members.remove(name, epoch):
+            self._members.ask_to_leave(name, leave=False)  # it does not return
             level = logging.WARNING if why else logging.INFO
             logger.log(level, "%s has left%s", name, f": {why}" if why else "")
             self._announce()

@@ -49,7 +49,6 @@ class ListedMember:
     heartbeat_s: float
     group: EngineGroup | None = None
     gateway: GatewayRecord | None = None
-    is_to_leave: bool = False  # it was asked to leave
     process_state: ProcessState | None = None  # by the last probe since its last heartbeat
     answered_s: float = -math.inf  # when a probe last found its process running
 
@@ -80,6 +79,7 @@ class Membership:
         self._clock = clock
         self._is_complete = is_complete
         self._members: dict[str, ListedMember] = {}
+        self._to_leave: set[str] = set()  # groups that were asked to leave, also those that are cut off and not listed
         self._starting: dict[str, tuple[float, StartingGroup]] = {}  # by group, with the time of its last message
         self.version = first_version
         self.drains = DrainCounters()
@@ -114,8 +114,9 @@ class Membership:
             had = next(run for run in runs if not taken.intersection(run))
         engines = [msgspec.structs.replace(engine, rank=rank) for engine, rank in zip(group.engines, had, strict=True)]
         listed = msgspec.structs.replace(group, engines=engines)
-        # A draining group was asked to leave by an earlier directory or while it was cut off: it must not stay now.
-        self._members[group.group_id] = ListedMember(self._clock(), group=listed, is_to_leave=group.draining)
+        if group.draining:  # an earlier directory has asked it to leave: it must not stay now
+            self._to_leave.add(group.group_id)
+        self._members[group.group_id] = ListedMember(self._clock(), group=listed)
         self.version += 1
         return listed
 
@@ -149,7 +150,7 @@ class Membership:
         if member is None or member.epoch not in (None, epoch):
             return HeartbeatReply.UNKNOWN
         member.heartbeat_s, member.process_state = self._clock(), None
-        return HeartbeatReply.LEAVE if member.is_to_leave else HeartbeatReply.LISTED
+        return HeartbeatReply.LEAVE if name in self._to_leave else HeartbeatReply.LISTED
 
     def set_draining(self, group_id: str, epoch: int, draining: bool) -> None:
         """Mark a group as draining or not. A group that is not listed is ignored."""
@@ -162,9 +163,11 @@ class Membership:
             self.version += 1
 
     def ask_to_leave(self, group_id: str, leave: bool = True) -> None:
-        """Ask a member to leave, or to stay after all, in the reply to its next heartbeat."""
-        if group_id in self._members:
-            self._members[group_id].is_to_leave = leave
+        """Ask a group to leave, or to stay after all, in the reply to its next heartbeat, however late that comes."""
+        if leave:
+            self._to_leave.add(group_id)
+        else:
+            self._to_leave.discard(group_id)
 
     def group_with(self, rank: int) -> EngineGroup:
         """Return the group that has this rank. Raises `NoSuchRank`."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import pytest
 
-from baton.cluster.contracts import EnginePulse, EngineRecord, EngineView, Role
+from baton.cluster.contracts import DirectorySnapshot, EnginePulse, EngineRecord, EngineView, Role
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway.routing.rates import CostRates, LearntRates
@@ -184,6 +184,31 @@ async def test_a_gateway_hears_of_a_drain_without_losing_its_connection(
     assert [token async for output in stream for token in output.token_ids] == [1, 2, 3, 4, 5]
     assert client.counters().engines_lost == 0
     server.close()
+
+
+async def test_an_engine_that_leaves_the_cluster_is_no_lost_connection(
+    engine: CountingEngine, gateway: tuple[ZmqEngineClient, ListedSource]
+) -> None:
+    server, record = serve_engine(engine, KEY)
+    client = await connect(gateway, record)
+    gateway[1].show()
+    await until(lambda: not client.engines())
+    server.close()
+    await client.close()
+    assert client.counters().engines_lost == 0
+
+
+async def test_counters_keep_what_was_counted_of_an_engine_that_leaves(
+    engine: CountingEngine, gateway: tuple[ZmqEngineClient, ListedSource]
+) -> None:
+    server, record = serve_engine(engine, KEY)
+    client = await connect(gateway, record)
+    server.close()
+    await until(lambda: client.counters().engines_lost == 1)
+    client.apply(DirectorySnapshot(100, [], []))
+    assert client.counters().engines_lost == 1
+    await until(lambda: not any("engine-0" in task.get_name() for task in asyncio.all_tasks()))
+    assert client.counters().engines_lost == 1
 
 
 async def test_an_engine_is_busy_for_as_long_as_it_has_work(

@@ -313,3 +313,27 @@ def test_a_function_runs_in_the_step_thread_between_two_steps_and_its_error_is_i
         assert not server.ended.done()
     finally:
         server.close()
+
+
+def test_a_caller_that_waits_no_more_for_its_function_does_not_end_the_engine() -> None:
+    server, _ = serve_engine(CountingEngine(), KEY)
+    began, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        go_on.wait(PATIENCE_S)
+
+    try:
+        names: list[str] = []
+        running = server.run_between_steps(work)
+        assert began.wait(PATIENCE_S)
+        queued = server.run_between_steps(lambda: names.append("queued"))
+        running.cancel()
+        assert queued.cancel()
+        go_on.set()
+        server.run_between_steps(lambda: names.append("on")).result(PATIENCE_S)
+        assert names == ["on"], "a function that was cancelled in the queue is not run"
+        assert not server.ended.done()
+    finally:
+        go_on.set()
+        server.close()

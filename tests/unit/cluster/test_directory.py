@@ -193,6 +193,21 @@ def test_a_draining_group_keeps_leaving_if_the_directory_has_forgotten_the_order
     assert members.note_heartbeat("a", 1) is HeartbeatReply.LISTED
 
 
+def test_an_order_to_leave_reaches_a_group_that_was_silent_for_so_long_that_it_was_dropped(
+    members: Membership, clock: Clock
+) -> None:
+    members.add_group(alone("a"))
+    clock.now_s = 5.0
+    members.ask_to_leave("a")
+    clock.now_s = 7.0
+    assert members.remove_silent() == ["a"]
+    assert members.note_heartbeat("a", 1) is HeartbeatReply.UNKNOWN
+    members.add_group(alone("a"))
+    assert members.note_heartbeat("a", 1) is HeartbeatReply.LEAVE
+    members.ask_to_leave("a", leave=False)
+    assert members.note_heartbeat("a", 1) is HeartbeatReply.LISTED
+
+
 def test_time_while_the_directory_was_stopped_does_not_count_as_silence(members: Membership, clock: Clock) -> None:
     members.add_group(alone("a"))
     clock.now_s = 5.0

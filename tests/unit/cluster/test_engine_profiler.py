@@ -80,6 +80,35 @@ async def test_a_recording_that_is_not_stopped_ends_by_itself(
             await asyncio.sleep(0.05)
 
 
+async def test_a_recording_that_is_just_ending_by_itself_is_returned_and_not_ended_twice(
+    thread: StepThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler_module, "LONGEST_S", 0.0)
+    ending, go_on = asyncio.Event(), asyncio.Event()
+    begun: list[Callable[[], None]] = []
+
+    async def in_step_thread(work: Callable[[], None]) -> None:
+        begun.append(work)
+        if len(begun) > 1:
+            ending.set()
+            await go_on.wait()  # for the end of a step
+        await thread.run(work)
+
+    profiler = EngineProfiler("engine-1", "192.0.2.1", in_step_thread, tmp_path)
+    trace = await profiler.start()
+    async with asyncio.timeout(20):
+        await ending.wait()
+        stopping = asyncio.create_task(profiler.stop())
+        await asyncio.sleep(0)
+        go_on.set()
+        ended = await stopping
+    assert ended is not None
+    assert ended.path == trace.path
+    assert names(trace.path)
+    assert len(begun) == 2
+    assert await profiler.stop() is None
+
+
 async def test_after_a_recording_that_cannot_begin_the_next_one_can(tmp_path: Path) -> None:
     async def fail(work: Callable[[], None]) -> None:
         raise RuntimeError("the engine has ended")
