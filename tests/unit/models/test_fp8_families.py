@@ -107,6 +107,13 @@ FAMILIES = {
     "bamba": Published("bamba", "rows", (), {}, ()),
     "olmo_hybrid": Published("olmo_hybrid", "rows", (), TWO_LAYERS, ()),
     "gemma4": Published("gemma4_text", "rows", (), {"num_hidden_layers": 6}, ()),
+    # Rows of queries and keys are reordered, in blocks and with their scales.
+    "glm4": Published("glm4", "compressed blocks", (), {}, ()),
+    "glm4 rows": Published("glm4", "rows", (), {}, ()),
+    # MiniMaxAI/MiniMax-M2
+    "minimax_m2": Published("minimax_m2", "blocks", (), {}, ()),
+    # zai-org/GLM-4.5-FP8
+    "glm4_moe": Published("glm4_moe", "rows", (), {}, ("mlp.experts",), ("mlp.experts",)),
     "gpt_oss": Published("gpt_oss", "whole", (), {}, ("mlp.experts",)),
 }
 FoldersOf = Callable[[str], tuple[Path, Path]]
