@@ -31,7 +31,7 @@ from .folder import ModelFolder, read_eos_token_ids, read_generation
 from .keys import Keys
 from .model_config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
 from .quantization import read_quantization
-from .rope import NO_ROPE, Rope, default_positions, reachable_positions
+from .rope import NO_ROPE, ProportionalRope, Rope, default_positions, reachable_positions
 from .rope_reader import read_query_growth, read_rope, read_ropes_by_window, read_rotary_fraction
 
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -136,6 +136,8 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
     elif rules.rotates is None or rules.rotates(keys):
         rope = read_rope(keys.values, max_positions, partly_rotated=partly_rotated)
     latent = None if rules.latent is None else rules.latent(keys)
+    if ProportionalRope in (type(rope), type(window_rope)) and (partly_rotated or latent is not None):
+        raise UnsupportedModel(f"config.json: rope_type 'proportional' is not supported for {rules.architecture}")
     shape = _shape(keys, latent, rules)
     num_layers = shape["num_layers"]
     windows = read_layer_windows(rules.windows, keys, num_layers)

@@ -40,6 +40,7 @@ TEXT_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates/*.jinja",
     # For tokenizers without a tokenizer.json, which can be made from these files.
     "vocab.json",

@@ -1,4 +1,4 @@
-"""Refuses JSON schemas with keywords that xgrammar would silently ignore. The error names path and keyword.
+"""Refuses JSON schemas that xgrammar would silently not enforce. The error names the path, and the keyword or pattern.
 
 Keywords that xgrammar ignores with a warning are refused in `compiler_process.py`.
 """
@@ -6,6 +6,7 @@ Keywords that xgrammar ignores with a warning are refused in `compiler_process.p
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -35,6 +36,13 @@ _ALONE = (
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMAS = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
+# The elements of a pattern: classes in brackets, escapes, and characters.
+_ELEMENT = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\(?:x..|u\{[^}]*\}|u....|c.|.)|.", re.DOTALL)
+# Elements for a character that JSON writes as an escape: a quote, a backslash, a control character. xgrammar 0.2.8
+# writes the character itself, which is not JSON; from classes it leaves these characters out.
+_UNESCAPED = re.compile(
+    r'["\x00-\x1f]|\\["\\0tnvfr]|\\c.|\\(?:x|u00|u\{0*)(?:[01][\da-fA-F]|22|5[cC])\}?|\\u\{0*[\da-fA-F]?\}', re.DOTALL
+)
 
 _JSON_TYPES: dict[str, Callable[[Any], bool]] = {
     "null": lambda value: value is None,
@@ -97,6 +105,8 @@ def _check(schema: Any, place: str) -> None:
     _check_alone(schema, place)
     _check_types(schema, place)
     _check_object(schema, place)
+    for pattern in (schema.get("pattern"), *_map(schema.get("patternProperties"))):
+        _check_pattern(pattern, place)
     for key in _SCHEMAS:
         _check(schema.get(key), f"{place}/{key}")
     for key in _SCHEMA_LISTS:
@@ -140,6 +150,16 @@ def _check_object(schema: Mapping[str, Any], place: str) -> None:
     is_open = schema.get("additionalProperties") or schema.get("unevaluatedProperties") or not known
     if "minProperties" in schema and is_open:
         raise GrammarRefused(f"{place}: 'minProperties' needs properties that are all named")
+
+
+def _check_pattern(pattern: Any, place: str) -> None:
+    if not isinstance(pattern, str):
+        return
+    for element in _ELEMENT.findall(pattern):
+        if _UNESCAPED.fullmatch(element):
+            raise GrammarRefused(
+                f"{place}: {element!r} in a pattern is not supported: JSON writes that character as an escape"
+            )
 
 
 def _has_type(value: Any, types: Any) -> bool:

@@ -72,7 +72,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-        """Return the templates of a model folder, or None. Files take precedence over `tokenizer_config.json`."""
+        """Return the templates of a model folder, or None. Its `*.jinja` files take precedence over `config`."""
         sources = _sources_in_config(config.get("chat_template"))
         named_files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
         for name, file in [(DEFAULT, folder / "chat_template.jinja"), *((file.stem, file) for file in named_files)]:

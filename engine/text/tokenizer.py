@@ -69,7 +69,8 @@ class Tokenizer:
         folder = Path(path)
         if not folder.is_dir():
             raise TokenizerError(f"{folder} is not a folder; give the folder of a model that holds a tokenizer.json")
-        config = _read_json(folder / "tokenizer_config.json")
+        # Older multimodal folders have the template of their processor in a file of its own, and may have no other.
+        config = _read_json(folder / "chat_template.json") | _read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
         backend = _load_backend(folder)
         backend.no_truncation()

@@ -30,6 +30,11 @@ def llama3(words: str, calls: Sequence[Call]) -> str:
     return "".join(f'{{"name": "{name}", "parameters": {dumped(given)}}}' for name, given in calls) or words
 
 
+def llama3_with_types(words: str, calls: Sequence[Call]) -> str:
+    """Write calls as in Meta's examples."""
+    return llama3(words, calls).replace('{"name"', '{"type": "function", "name"', 1) if calls else words
+
+
 def mistral_list(words: str, calls: Sequence[Call]) -> str:
     objects = [f'{{"name": "{name}", "arguments": {dumped(given)}}}' for name, given in calls]
     return f"{words}[TOOL_CALLS] [{', '.join(objects)}]" if calls else words
@@ -161,6 +166,7 @@ class Writer:
 WRITERS = {
     "hermes": Writer("hermes", hermes),
     "llama3": Writer("llama3", llama3, takes_one=True, takes_both=False),
+    "llama3 with types": Writer("llama3", llama3_with_types, takes_one=True, takes_both=False),
     "mistral-list": Writer("mistral-list", mistral_list),
     "mistral-list with ids": Writer("mistral-list", mistral_list_with_ids),
     "mistral-named": Writer("mistral-named", mistral_named),

@@ -46,6 +46,7 @@ def test_no_code_lies_in_a_folder_that_is_no_package() -> None:
     assert stray == []
 
 
+NOT_IMPORTED = {"tiktoken"}  # by our code: transformers reads the tokenizer of Kimi Linear with it
 DISTRIBUTIONS = {"zmq": "pyzmq", "yaml": "pyyaml", "ucxx": "ucxx_cu13", "opentelemetry": "opentelemetry_sdk"}
 
 
@@ -64,7 +65,7 @@ def test_dependencies_are_what_the_packages_import() -> None:
     listed = project["dependencies"] + project["optional-dependencies"]["ucx"]
     names = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in listed}
     modules = {name.partition(".")[0] for name in imported_by_the_packages()} - {"baton", *sys.stdlib_module_names}
-    assert {DISTRIBUTIONS.get(name, name) for name in modules} == names
+    assert {DISTRIBUTIONS.get(name, name) for name in modules} | NOT_IMPORTED == names
 
 
 @pytest.mark.parametrize("name", ["model", "hybrid"])

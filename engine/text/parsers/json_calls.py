@@ -9,7 +9,7 @@ OUTSIDE ─────> HEAD ─────────────> ARGUMENTS
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum, auto
 from functools import cached_property
 from typing import Any, ClassVar
@@ -19,9 +19,17 @@ import regex
 from .argument_values import to_json
 from .incremental import BLANKS, BracketTracker, InlineToolCallParser, Step
 from .output_parser import OutputParser, OutputPart
-from .tool_call_format import DelimitedToolCallFormat, Functions, SectionToolCallFormat, with_short_ids
+from .tool_call_format import (
+    DelimitedToolCallFormat,
+    Functions,
+    FunctionSignature,
+    GrammarSpec,
+    SectionToolCallFormat,
+    with_short_ids,
+)
 
-_NAMED = regex.compile(rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}"(?P<name>[^"\\]*)(?P<end>"?)')
+_TYPE = rf'(?:"type"{BLANKS}:{BLANKS}"function"{BLANKS},{BLANKS})?'  # Llama may write it before the name
+_NAMED = regex.compile(rf'{BLANKS}\{{{BLANKS}{_TYPE}"name"{BLANKS}:{BLANKS}"(?P<name>[^"\\]*)(?P<end>"?)')
 
 
 class JsonToolCallFormat(DelimitedToolCallFormat):
@@ -220,9 +228,9 @@ _QUOTED = r'(?P<name>"(?:[^"\\]|\\.){0,400}")'
 _BARE = r"(?P<name>[\w.-]{1,64})"
 
 
-def _object_head(key: str) -> str:
-    r"""Return a pattern for `{"name": NAME, KEY: {`."""
-    return rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}{_QUOTED}{BLANKS},{BLANKS}"{key}"{BLANKS}:{BLANKS}\{{'
+def _object_head(key: str, first: str = "") -> str:
+    r"""Return a pattern for `{"name": NAME, KEY: {`; `first` is a pattern for what may come before the name."""
+    return rf'{BLANKS}\{{{BLANKS}{first}"name"{BLANKS}:{BLANKS}{_QUOTED}{BLANKS},{BLANKS}"{key}"{BLANKS}:{BLANKS}\{{'
 
 
 class Hermes(JsonToolCallFormat):
@@ -240,15 +248,27 @@ class Hermes(JsonToolCallFormat):
 
 
 class Llama3(JsonToolCallFormat):
-    """`{"name": NAME, "parameters": {...}}`, which is the whole answer: Llama 3.1 to 3.3."""
+    """`{"name": NAME, "parameters": {...}}`, which is the whole answer: Llama 3.1 to 3.3.
+
+    Meta's examples of answers begin with `"type": "function"`, which its templates do not ask for.
+    """
 
     name = "llama3"
     taught_by = ('{"name": function name, "parameters":',)
     marks = ()
     takes_one = True
-    head, close = _object_head("parameters"), "}"
-    triggers = ('{"name": ',)
+    head, close = _object_head("parameters", _TYPE), "}"
+    triggers = ('{"name": ', '{"type": "function", "name": ')
     opening, closing = '{"name": "%s", "parameters": ', "}"
+
+    def text_and_calls_grammar(
+        self, functions: Sequence[FunctionSignature], *, at_most_one: bool = False
+    ) -> GrammarSpec:
+        """Return the grammar; it also constrains calls that begin with their type, which the parser accepts."""
+        opening = self.opening.replace("{", '{"type": "function", ')
+        typed = [self._tag(function, opening, self.closing) for function in functions]
+        grammar = super().text_and_calls_grammar(functions, at_most_one=at_most_one)
+        return {**grammar, "tags": [*grammar["tags"], *typed]}
 
 
 class MistralList(SectionToolCallFormat, JsonToolCallFormat):

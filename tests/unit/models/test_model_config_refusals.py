@@ -34,6 +34,9 @@ def test_an_unsupported_architecture_names_the_supported_ones(read: Callable[...
         read(architectures=None)
 
 
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
@@ -41,6 +44,10 @@ def test_an_unsupported_architecture_names_the_supported_ones(read: Callable[...
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type .'yarn'. is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        *(
+            ({"architectures": [name], "rope_parameters": PROPORTIONAL}, f"'proportional' is not supported for {name}")
+            for name in ("Qwen3_5ForCausalLM", "DeepseekV3ForCausalLM")
+        ),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"quantization_config": "awq"}, "'quantization_config': quant_method 'awq'"),
         ({"hidden_act": "gelu"}, "gelu"),

@@ -67,6 +67,12 @@ def test_calls_within_text_must_be_valid(accepts: Accepts, writer: Writer) -> No
     assert not accepts(grammar, writer.write(words, [("unknown", {"size": 1})]))
 
 
+def test_calls_of_llama_that_begin_with_their_type_must_be_valid_too(accepts: Accepts) -> None:
+    grammar, write = FORMS["llama3"].text_and_calls_grammar(FUNCTIONS), WRITERS["llama3 with types"].write
+    assert accepts(grammar, write("", [("look", {"size": 1})]))
+    assert not accepts(grammar, write("", [("look", {"size": "one"})]))
+
+
 def test_an_answer_may_be_text_that_fits_a_schema_or_calls(accepts: Accepts, writer: Writer) -> None:
     form = FORMS[writer.form]
     color: dict[str, Any] = {"type": "object", "properties": {"color": {"enum": ["red"]}}, "required": ["color"]}

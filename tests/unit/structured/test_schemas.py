@@ -22,6 +22,12 @@ KEPT: dict[str, Any] = {
     "values that look like schemas": {"enum": [{"uniqueItems": True}]},
     "what asks for nothing": {"type": "array", "items": {}, "uniqueItems": False},
     "unknown words": {"type": "string", "x-order": 3, "title": "t", "format": "date"},
+    "patterns that JSON need not escape": {
+        "type": "object",
+        "patternProperties": {
+            r"^[^\"\\]+\u0041\x7e\d\.$": {"type": "string", "pattern": r"^\[[\\\s]*\]\u{1F600}[ -~]$"}
+        },
+    },
     "inferred objects": {"properties": {"a": {}}, "required": ["a"]},
 }
 
@@ -45,6 +51,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "patterns beside names": (
         {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a": {"type": "string"}}},
         "patternProperties",
+    ),
+    "a quote in a pattern": ({"type": "string", "pattern": '^a"b$'}, "#: '\"' in a pattern"),
+    "a backslash in a pattern": ({"items": {"type": "string", "pattern": r"^[A-Z]:\\.*$"}}, "#/items: .* in a pattern"),
+    "a line break in a pattern": ({"type": "string", "pattern": r"^a\nb$"}, "in a pattern"),
+    "a quote by its number": ({"type": "string", "pattern": r"^\x22|[a]$"}, "in a pattern"),
+    "a backslash by its number": ({"type": "string", "pattern": r"^\u{5C}$"}, "in a pattern"),
+    "a control character in a pattern": ({"type": "string", "pattern": "^\\u000a$"}, "in a pattern"),
+    "a quote in a pattern of names": (
+        {"type": "object", "patternProperties": {'^\\"': {"type": "string"}}},
+        "in a pattern",
     ),
     "a count of open properties": ({"type": "object", "minProperties": 2}, "minProperties"),
 }

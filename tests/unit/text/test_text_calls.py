@@ -127,7 +127,14 @@ def test_an_unfinished_call_has_the_arguments_so_far(writer: Writer, finished: b
 
 
 CUT_WORDS = {
-    "llama3": ['{"name": "Ada", "par', '{"name": "lookup', '{"name": 5', '{"colors'],
+    "llama3": [
+        '{"name": "Ada", "par',
+        '{"type": "function", "name": "Ada", "par',
+        '{"type": "function", "of',
+        '{"name": "lookup',
+        '{"name": 5',
+        '{"colors',
+    ],
     "pythonic": ["[1, ", "[red, green", "[unknown(at=1, by="],
     "hermes": ['<tool_call>{"name": "unknown", "arguments": {', "a <b>", '{"name": "look"'],
 }

@@ -104,6 +104,14 @@ def test_templates_are_found_in_files_first_and_by_name(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path).render_chat(CHAT) == "in a file"
 
 
+def test_the_template_of_a_processor_is_used_if_the_tokenizer_has_none(tmp_path: Path) -> None:
+    """As Mistral Small 3.1 is published."""
+    processors = {"chat_template": "of the processor"}
+    (tmp_path / "chat_template.json").write_text(json.dumps(processors))
+    assert Tokenizer.from_folder(write_folder(tmp_path)).render_chat(CHAT) == "of the processor"
+    assert Tokenizer.from_folder(write_folder(tmp_path, "in config")).render_chat(CHAT) == "in config"
+
+
 def test_text_parts_become_one_text() -> None:
     content = [{"type": "text", "text": "one"}, "two"]
     assert ChatTemplate({"default": TRIMMING}).render(user(content)) == "[one\ntwo]"

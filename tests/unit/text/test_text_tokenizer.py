@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -66,6 +67,22 @@ def test_special_tokens_may_be_objects_and_may_be_in_a_separate_file(tmp_path: P
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.token(tokenizer.eos_token_id or 0) == "<|im_end|>"
     assert tokenizer.bos_token_id is None
+
+
+def test_vocabularies_of_tiktoken_are_read_and_added_tokens_keep_their_ids(tmp_path: Path) -> None:
+    """As Kimi Linear is published: without a tokenizer.json, and with ids of added tokens that are not used."""
+    pieces = [*(bytes([byte]) for byte in range(256)), b"he", b"ll", b"hell", b"hello"]
+    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
+    (tmp_path / "tiktoken.model").write_text("".join(lines))
+    added = {"260": {"content": "[EOS]", "special": True}, "263": {"content": "<|im_end|>", "special": True}}
+    code = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    described = {"tokenizer_class": "TikTokenTokenizer", "auto_map": code, "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**described, "eos_token": "[EOS]"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_linear"}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.eos_token_id == 260
+    assert tokenizer.encode("hello!<|im_end|>") == [259, ord("!"), 263]
+    assert tokenizer.decode([*"Grüße".encode(), 263]) == "Grüße"
 
 
 @pytest.mark.parametrize(
