@@ -84,7 +84,7 @@ def read_config(
         num_draft_layers=_num_draft_layers(keys),
         dtype=computed_in,
         max_model_len=max_model_len,
-        eos_token_ids=read_eos_token_ids(folder.generation, keys.values, computed["vocab_size"]),
+        eos_token_ids=read_eos_token_ids(folder, keys.values, computed["vocab_size"]),
         generation=read_generation(folder.generation),
         load_format=load_format,
         seed=seed,

@@ -22,6 +22,7 @@ class ModelFolder:
     path: Path
     config: Mapping[str, Any]  # config.json
     generation: Mapping[str, Any]  # generation_config.json; empty without such a file
+    tokenizer: Mapping[str, Any]  # tokenizer_config.json; empty without such a file
     checkpoint: Checkpoint | None  # None: opened without weights
 
     @classmethod
@@ -31,12 +32,11 @@ class ModelFolder:
         if config.get("quantization_config") is None and (path / MODELOPT_FILE).is_file():
             described = _read_json(path, MODELOPT_FILE).get("quantization")
             config["quantization_config"] = {"quant_method": "modelopt", **_object("quantization", described)}
-        defaults = path / "generation_config.json"
-        generation = _read_json(path, defaults.name) if defaults.is_file() or defaults.is_symlink() else {}
         return cls(
             path=path,
             config=config,
-            generation=generation,
+            generation=_read_if_there(path, "generation_config.json"),
+            tokenizer=_read_if_there(path, "tokenizer_config.json"),
             checkpoint=Checkpoint.open(path) if with_weights else None,
         )
 
@@ -50,6 +50,11 @@ def _object(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise InvalidModelConfig(f"{MODELOPT_FILE}: {name!r} must be an object, not {value!r}")
     return value
+
+
+def _read_if_there(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
+    return _read_json(folder, name) if path.is_file() or path.is_symlink() else {}
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -94,17 +99,32 @@ def read_generation(generation: Mapping[str, Any]) -> GenerationDefaults:
     )
 
 
-def read_eos_token_ids(generation: Mapping[str, Any], raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the stop tokens. generation_config.json wins over config.json: often only it has the end-of-turn tokens.
+def read_eos_token_ids(folder: ModelFolder, raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Return the stop tokens: those of generation_config.json or config.json, and the tokenizer's `eos_token`.
 
-    Ids outside the vocabulary (-1 for "none", tokens that a cut vocabulary lacks) are left out, since none of them can
-    be sampled.
+    generation_config.json wins over config.json (`raw`): often only it has the end-of-turn tokens. Of some fine-tuned
+    models, only the tokenizer has them; vLLM stops there, too. Ids outside the vocabulary (-1 for "none", tokens that a
+    cut vocabulary lacks) are left out, since none of them can be sampled.
     """
-    for file, values in (("generation_config.json", generation), ("config.json", raw)):
+    ids = list[int]()
+    for file, values in (("generation_config.json", folder.generation), ("config.json", raw)):
         value = values.get("eos_token_id")
         if value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
                 raise InvalidModelConfig(f"{file}: 'eos_token_id' must be an integer or a list of them, not {value!r}")
-            return tuple(token for token in dict.fromkeys(ids) if 0 <= token < vocab_size)
-    return ()
+            break
+    return tuple(token for token in dict.fromkeys([*ids, *_eos_of(folder.tokenizer)]) if 0 <= token < vocab_size)
+
+
+def _eos_of(tokenizer: Mapping[str, Any]) -> list[int]:
+    """Return the id of `eos_token`, if the tokens that were added to the vocabulary are listed with their ids."""
+    eos, added = tokenizer.get("eos_token"), tokenizer.get("added_tokens_decoder")
+    text = eos.get("content") if isinstance(eos, Mapping) else eos
+    if not isinstance(text, str) or not isinstance(added, Mapping):
+        return []
+    return [
+        int(number)
+        for number, token in added.items()
+        if number.isdecimal() and isinstance(token, Mapping) and token.get("content") == text
+    ]

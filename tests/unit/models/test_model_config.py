@@ -173,6 +173,19 @@ def test_end_tokens_of_the_generation_config_win(read: Callable[..., ModelConfig
     assert read(generation={"temperature": 0.6}).eos_token_ids == (2,)
 
 
+@pytest.mark.parametrize("eos", ["<|im_end|>", {"content": "<|im_end|>", "special": True}])
+def test_the_end_of_a_turn_that_only_the_tokenizer_names_is_a_stop_token(
+    read: Callable[..., ModelConfig], tmp_path: Path, eos: Any
+) -> None:
+    added = {"2": {"content": "</s>"}, "7": {"content": "<|im_end|>"}}
+    tokenizer = tmp_path / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps({"eos_token": eos, "added_tokens_decoder": added}))
+    assert read().eos_token_ids == (2, 7)
+    assert read(generation={"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
+    tokenizer.write_text(json.dumps({"eos_token": eos}))
+    assert read(generation={"eos_token_id": [8]}).eos_token_ids == (8,)
+
+
 def test_generation_defaults_are_those_of_the_checkpoint(read: Callable[..., ModelConfig]) -> None:
     assert read().generation.temperature is None
     defaults = read(generation={"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True}).generation
