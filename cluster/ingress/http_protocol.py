@@ -55,6 +55,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._refused, self._max_descriptor = refused, max_descriptor
         self._in_body = False
         self._head_bytes = 0
+        self._answered: RequestResponseCycle | None = None  # the oldest request; pipelined ones wait behind it
         self._deadline: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None  # once set, nothing more is read
 
@@ -69,6 +70,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop_deadline()
         super().connection_lost(exc)
+        if self._answered is not None:  # uvicorn tells only the newest request
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._set_deadline()
@@ -96,6 +100,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._in_body, self._head_bytes = True, 0
+        if not self.pipeline:
+            self._answered = self.cycle
         if self.parser.get_method() != b"HEAD":  # its answers are heads only
             self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
         if self.parser.get_http_version() < "1.1":
@@ -110,6 +116,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         was_last = not self.pipeline
+        if not was_last:
+            self._answered = self.pipeline[-1][0]
         super().on_response_complete()
         if was_last and self._refusal is not None:
             self._send_refusal(self._refusal)
