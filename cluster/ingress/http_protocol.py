@@ -5,7 +5,7 @@ uvicorn waits for ever until a request is complete, and keeps everything that ar
 
     connection ── no descriptor to spare ──────────────────────> 503
     head ──────── too large, malformed, late ──> 431, 400, 408 ─┐ after the answers to earlier requests
-    body ──────── malformed, late ─────────────> 400, 408 ──────┴─> the connection is closed
+    body ──────── malformed, late, with too large trailers: same ┴─> the connection is closed
 
 An answer's head waits for the first part of its body, as long as that comes in the same turn of the event loop. So a
 short answer is sent in one piece: of a gateway that is killed, a client or a balancer has all of it or nothing.
@@ -54,7 +54,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self.parser = Http1Parser(self)  # type: ignore[assignment]  # it has the methods of httptools' own that uvicorn calls
         self._refused, self._max_descriptor = refused, max_descriptor
         self._in_body = False
-        self._head_bytes = 0
+        self._head_bytes = 0  # of the head so far; within a body, bytes since the last one of its content
         self._answered: RequestResponseCycle | None = None  # the oldest request; pipelined ones wait behind it
         self._deadline: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None  # once set, nothing more is read
@@ -78,13 +78,11 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._set_deadline()
         rest = memoryview(data)
         while rest and self._refusal is None and not self.transport.is_closing():
-            piece = rest
-            if not self._in_body:
-                piece = rest[: MAX_HEAD_BYTES - self._head_bytes]
-                self._head_bytes += len(piece)
-            if not piece:
-                self._refuse(ApiError(431, "The request line and headers are too large."))
+            if self._head_bytes >= MAX_HEAD_BYTES:
+                self._refuse(ApiError(431, "The request line and headers, or the trailers, are too large."))
                 return
+            piece = rest if self._in_body else rest[: MAX_HEAD_BYTES - self._head_bytes]
+            self._head_bytes += len(piece)
             super().data_received(cast(bytes, piece))
             rest = rest[len(piece) :]
         if self._arriving:
@@ -94,6 +92,10 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         # 1, not 0: if the head began in the same piece as the end of another request, its length so far is unknown.
         self._head_bytes = max(1, self._head_bytes)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # else it is a trailer of a chunked body: nobody reads these
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._offers_upgrade:  # the parser will read the head again without the offer
@@ -106,6 +108,10 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
         if self.parser.get_http_version() < "1.1":
             _answer_without_chunks(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:

@@ -200,6 +200,35 @@ async def test_a_head_that_never_ends_is_refused(connect: Connect, head: bytes) 
     assert (await rest_of(reader)).startswith(b"HTTP/1.1 431 ")
 
 
+CHUNKED = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n"
+
+
+@pytest.mark.parametrize("trailers", [b"x: y\r\n" * (MAX_HEAD_BYTES // 2), b"x: " + b"y" * 3 * MAX_HEAD_BYTES])
+async def test_trailers_that_never_end_are_refused(connect: Connect, trailers: bytes) -> None:
+    reader, writer = await connect()
+    for part in (CHUNKED, trailers[: len(trailers) // 2], trailers[len(trailers) // 2 :]):
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(0.02)
+    assert (await rest_of(reader)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_trailers_are_dropped(monkeypatch: pytest.MonkeyPatch, connect: Connect) -> None:
+    kept: list[bytes] = []
+    real = uvicorn.protocols.http.httptools_impl.HttpToolsProtocol.on_header
+
+    def note(self: Any, name: bytes, value: bytes) -> None:
+        kept.append(name)
+        real(self, name, value)
+
+    monkeypatch.setattr(uvicorn.protocols.http.httptools_impl.HttpToolsProtocol, "on_header", note)
+    reader, writer = await connect()
+    writer.write(CHUNKED + b"authorization: me\r\n\r\nGET /now HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    answers = await rest_of(reader)
+    assert answers.count(b"HTTP/1.1 200 ") == 2
+    assert kept == [b"host", b"transfer-encoding", b"host", b"connection"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("padding", ["url", "header"])
