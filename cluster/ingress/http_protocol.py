@@ -1,7 +1,8 @@
 """uvicorn's HTTP protocol, with limits on what a client may send before its request is complete.
 
 uvicorn waits for ever until a request is complete, and keeps everything that arrives before. Connections that trickle
-(slowloris) or headers without an end would use up the gateway's memory and file descriptors.
+(slowloris), headers without an end or thousands of pipelined requests would use up the gateway's memory and file
+descriptors.
 
     connection ── no descriptor to spare ──────────────────────> 503
     head ──────── too large, malformed, late ──> 431, 400, 408 ─┐ after the answers to earlier requests
@@ -23,12 +24,16 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from baton.cluster.gateway.errors import ApiError, too_many_connections
 from baton.cluster.gateway.middleware import REFUSED
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers, including the empty line at their end
+PIECE_BYTES = (
+    4096  # of a head, parsed at once: they hold at most some 200 requests, and while one waits no more are parsed
+)
 ARRIVAL_S = 60.0  # from a request's first byte (or the connection's beginning) to its last
 LAST_ARRIVAL_S = 1.0  # the same, for a request that is arriving when the server closes
 LAST_READ_S = 0.5  # for which a refused connection is still read, because closing with unread bytes resets it
@@ -55,12 +60,14 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._refused, self._max_descriptor = refused, max_descriptor
         self._in_body = False
         self._head_bytes = 0  # of the head so far; within a body, bytes since the last one of its content
+        self._unread = b""  # behind pipelined requests, until the last of them is being answered
         self._answered: RequestResponseCycle | None = None  # the oldest request; pipelined ones wait behind it
         self._deadline: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None  # once set, nothing more is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _BoundedFlow(transport, lambda: len(self._unread) < MAX_HEAD_BYTES)
         descriptor = transport.get_extra_info("socket").fileno()
         if descriptor > self._max_descriptor:  # the kernel assigns the lowest free number
             self._refuse(too_many_connections())
@@ -76,12 +83,18 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._set_deadline()
-        rest = memoryview(data)
+        rest, self._unread = memoryview(self._unread + data), b""
         while rest and self._refusal is None and not self.transport.is_closing():
+            if self.pipeline:
+                self._unread = bytes(rest)
+                if len(rest) >= MAX_HEAD_BYTES:
+                    self.flow.pause_reading()
+                break
             if self._head_bytes >= MAX_HEAD_BYTES:
                 self._refuse(ApiError(431, "The request line and headers, or the trailers, are too large."))
                 return
-            piece = rest if self._in_body else rest[: MAX_HEAD_BYTES - self._head_bytes]
+            most = MAX_HEAD_BYTES if self._in_body else min(PIECE_BYTES, MAX_HEAD_BYTES - self._head_bytes)
+            piece = rest[:most]
             self._head_bytes += len(piece)
             super().data_received(cast(bytes, piece))
             rest = rest[len(piece) :]
@@ -125,8 +138,15 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if not was_last:
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
+        if self._unread and not self.pipeline:
+            self.loop.call_soon(self._read_on)
         if was_last and self._refusal is not None:
             self._send_refusal(self._refusal)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.data_received(b"")
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, f"This is not an HTTP/1.1 request. {msg}"))
@@ -208,6 +228,18 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self.transport.write_eof()
         self.flow.resume_reading()
         self._deadline = self.loop.call_later(LAST_READ_S, self.transport.close)  # earlier if the client closes
+
+
+class _BoundedFlow(FlowControl):
+    """The flow of one connection, which uvicorn resumes after each answer, however much is unread."""
+
+    def __init__(self, transport: asyncio.Transport, may_read: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._may_read = may_read
+
+    def resume_reading(self) -> None:
+        if self._may_read():
+            super().resume_reading()
 
 
 class HeadWithBody:
