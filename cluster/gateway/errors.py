@@ -273,6 +273,10 @@ def timed_out(message: str, code: str = "request_timeout") -> ApiError:
     return ApiError(408, message, type="timeout", code=code)
 
 
+def not_finished(limit_s: float) -> ApiError:
+    return timed_out(f"The request was not finished within {limit_s:g} s, so it was aborted.")
+
+
 def queue_full(limit: int, retry_after_s: float) -> ApiError:
     served = pluralize(limit, "request")
     message = f"This gateway already serves {served}, which is its limit. Try again in {retry_after_s:g} s."

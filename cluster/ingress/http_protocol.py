@@ -1,11 +1,12 @@
 """uvicorn's HTTP protocol, with limits on what a client may send before its request is complete.
 
 uvicorn waits for ever until a request is complete, and keeps everything that arrives before. Connections that trickle
-(slowloris) or headers without an end would use up the gateway's memory and file descriptors.
+(slowloris), headers without an end or thousands of pipelined requests would use up the gateway's memory and file
+descriptors.
 
     connection ── no descriptor to spare ──────────────────────> 503
     head ──────── too large, malformed, late ──> 431, 400, 408 ─┐ after the answers to earlier requests
-    body ──────── malformed, late ─────────────> 400, 408 ──────┴─> the connection is closed
+    body ──────── malformed, late, with too large trailers: same ┴─> the connection is closed
 
 An answer's head waits for the first part of its body, as long as that comes in the same turn of the event loop. So a
 short answer is sent in one piece: of a gateway that is killed, a client or a balancer has all of it or nothing.
@@ -23,12 +24,16 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from baton.cluster.gateway.errors import ApiError, too_many_connections
 from baton.cluster.gateway.middleware import REFUSED
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers, including the empty line at their end
+PIECE_BYTES = (
+    4096  # of a head, parsed at once: they hold at most some 200 requests, and while one waits no more are parsed
+)
 ARRIVAL_S = 60.0  # from a request's first byte (or the connection's beginning) to its last
 LAST_ARRIVAL_S = 1.0  # the same, for a request that is arriving when the server closes
 LAST_READ_S = 0.5  # for which a refused connection is still read, because closing with unread bytes resets it
@@ -54,12 +59,15 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self.parser = Http1Parser(self)  # type: ignore[assignment]  # it has the methods of httptools' own that uvicorn calls
         self._refused, self._max_descriptor = refused, max_descriptor
         self._in_body = False
-        self._head_bytes = 0
+        self._head_bytes = 0  # of the head so far; within a body, bytes since the last one of its content
+        self._unread = b""  # behind pipelined requests, until the last of them is being answered
+        self._answered: RequestResponseCycle | None = None  # the oldest request; pipelined ones wait behind it
         self._deadline: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None  # once set, nothing more is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _BoundedFlow(transport, lambda: len(self._unread) < MAX_HEAD_BYTES)
         descriptor = transport.get_extra_info("socket").fileno()
         if descriptor > self._max_descriptor:  # the kernel assigns the lowest free number
             self._refuse(too_many_connections())
@@ -69,18 +77,25 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop_deadline()
         super().connection_lost(exc)
+        if self._answered is not None:  # uvicorn tells only the newest request
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._set_deadline()
-        rest = memoryview(data)
+        rest, self._unread = memoryview(self._unread + data), b""
         while rest and self._refusal is None and not self.transport.is_closing():
-            piece = rest
-            if not self._in_body:
-                piece = rest[: MAX_HEAD_BYTES - self._head_bytes]
-                self._head_bytes += len(piece)
-            if not piece:
-                self._refuse(ApiError(431, "The request line and headers are too large."))
+            if self.pipeline:
+                self._unread = bytes(rest)
+                if len(rest) >= MAX_HEAD_BYTES:
+                    self.flow.pause_reading()
+                break
+            if self._head_bytes >= MAX_HEAD_BYTES:
+                self._refuse(ApiError(431, "The request line and headers, or the trailers, are too large."))
                 return
+            most = MAX_HEAD_BYTES if self._in_body else min(PIECE_BYTES, MAX_HEAD_BYTES - self._head_bytes)
+            piece = rest[:most]
+            self._head_bytes += len(piece)
             super().data_received(cast(bytes, piece))
             rest = rest[len(piece) :]
         if self._arriving:
@@ -91,15 +106,25 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         # 1, not 0: if the head began in the same piece as the end of another request, its length so far is unknown.
         self._head_bytes = max(1, self._head_bytes)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # else it is a trailer of a chunked body: nobody reads these
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         if self._offers_upgrade:  # the parser will read the head again without the offer
             return
         super().on_headers_complete()
         self._in_body, self._head_bytes = True, 0
+        if not self.pipeline:
+            self._answered = self.cycle
         if self.parser.get_method() != b"HEAD":  # its answers are heads only
             self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
         if self.parser.get_http_version() < "1.1":
             _answer_without_chunks(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
@@ -110,9 +135,18 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         was_last = not self.pipeline
+        if not was_last:
+            self._answered = self.pipeline[-1][0]
         super().on_response_complete()
+        if self._unread and not self.pipeline:
+            self.loop.call_soon(self._read_on)
         if was_last and self._refusal is not None:
             self._send_refusal(self._refusal)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.data_received(b"")
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, f"This is not an HTTP/1.1 request. {msg}"))
@@ -194,6 +228,18 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self.transport.write_eof()
         self.flow.resume_reading()
         self._deadline = self.loop.call_later(LAST_READ_S, self.transport.close)  # earlier if the client closes
+
+
+class _BoundedFlow(FlowControl):
+    """The flow of one connection, which uvicorn resumes after each answer, however much is unread."""
+
+    def __init__(self, transport: asyncio.Transport, may_read: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._may_read = may_read
+
+    def resume_reading(self) -> None:
+        if self._may_read():
+            super().resume_reading()
 
 
 class HeadWithBody:

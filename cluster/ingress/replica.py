@@ -184,6 +184,8 @@ async def stream(
                 decoded: dict[str, Any] = msgspec.json.decode(data)
                 if decoded.keys() == {"error"} or decoded.get("type") == "error":
                     raise CallFailed(0, decoded["error"])
+                if decoded.get("type") == "response.failed":
+                    raise CallFailed(0, decoded["response"]["error"])
                 yield decoded
     if status != 200:
         raise CallFailed(status, msgspec.json.decode(rest)["error"])

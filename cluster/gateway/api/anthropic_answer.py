@@ -22,7 +22,7 @@ from ..serving.timeline import TimelineReport
 from .detokenize import ChoiceDelta
 from .job import GenerationJob, UsageOptions
 from .reasoning import TokenAttribution, sealed_thoughts, token_runs
-from .renderer import Pieces, Text, UsageCounter, encode
+from .renderer import Pieces, Text, UsageCounter, encode, read_in_turns
 from .tools import digest
 
 NO_INPUT = msgspec.Raw(b"{}")
@@ -246,9 +246,7 @@ class MessagesRenderer:
         return self._read_and_write(choices[0])
 
     def _read_and_write(self, deltas: Sequence[ChoiceDelta]) -> Pieces:
-        for delta in deltas:
-            self._read(delta)
-            yield b""
+        yield from read_in_turns(self._read, deltas)
         yield encode(
             MessageObject(
                 self._id,

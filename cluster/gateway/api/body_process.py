@@ -112,7 +112,7 @@ async def _carry_out(reader: BodyReader, order: ReadOrder, text: bytes, file: in
     texts, prepared.prompts = prepared.prompts, []
     if prepared.prediction is not None:
         texts, prepared.prediction = [*texts, prepared.prediction], []
-    num_bytes = _write(file, msgspec.msgpack.encode(prepared))
+    num_bytes = _write(file, msgspec.json.encode(prepared))
     _write(file, pack_tokens([len(tokens) for tokens in texts]))
     for tokens in texts:
         _write(file, pack_tokens(tokens))

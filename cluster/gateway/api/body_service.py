@@ -32,7 +32,7 @@ from .prepare import TooLargeForEventLoop
 
 PROCESS_MODULE = "baton.cluster.gateway.api.body_process"
 TOKENS_AT_ONCE = 64 << 10  # that are unpacked before other tasks of the loop run
-_decode = msgspec.msgpack.Decoder(PreparedRequest).decode
+_decode = msgspec.json.Decoder(PreparedRequest).decode  # not msgpack, which has no integers of more than 64 bits
 
 
 class BodyService:

@@ -16,7 +16,7 @@ import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from ..errors import ApiError, bad_request, timed_out
+from ..errors import ApiError, bad_request, not_finished, timed_out
 from ..settings import GatewaySettings
 
 WHOLE_HEADER = "request-timeout-ms"
@@ -67,7 +67,7 @@ class RequestDeadlines:
 
     def _over(self) -> ApiError:
         if self._has_token or self._whole_s <= self._first_token_s:
-            return timed_out(f"The request was not finished within {self._whole_s:g} s, so it was aborted.")
+            return not_finished(self._whole_s)
         message = f"The first token did not arrive within {self._first_token_s:g} s, so the request was aborted."
         return timed_out(message, "first_token_timeout")
 

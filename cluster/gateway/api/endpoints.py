@@ -31,6 +31,7 @@ from ..errors import (
     draining,
     ended_by_operator,
     internal,
+    not_finished,
     priority_not_allowed,
 )
 from ..metrics import GatewayMetrics
@@ -51,7 +52,7 @@ from .deadlines import RequestDeadlines
 from .detokenize import ChoiceDelta, SequenceDetokenizer
 from .job import GenerationJob, PreparedRequest
 from .renderer import Renderer
-from .response_writer import ResponseWriter, WritingTurns
+from .response_writer import JSON_HEADERS, ResponseWriter, WritingTurns
 from .resume import LAST_EVENT_ID_HEADER, ResumableStream, StreamPosition
 from .streams import ClientDisconnected, merge_streams, run_until_disconnect
 
@@ -351,14 +352,27 @@ class TokenEndpoint:
         self._gateway, self._kind = gateway, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway, limit_s = self._gateway, self._gateway.settings.request_timeout_s
+        writer = ResponseWriter(send, gateway.turns, partial(error_body, scope=scope))
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._answer(Request(scope, receive), writer)
+        except TimeoutError:
+            await self._fail(scope, writer, not_finished(limit_s))
+        except ApiError as error:
+            await self._fail(scope, writer, error)
+
+    async def _fail(self, scope: Scope, writer: ResponseWriter, error: ApiError) -> None:
+        scope[FAILURE] = error
+        await writer.fail(error)
+
+    async def _answer(self, http: Request, writer: ResponseWriter) -> None:
         bodies, max_body_bytes = self._gateway.bodies, self._gateway.settings.max_body_bytes
         with bodies.budget.reservation() as held:
-            with await read_body(Request(scope, receive), max_body_bytes, held) as body:
+            with await read_body(http, max_body_bytes, held) as body:
                 answer = await bodies.answer(self._kind, body, held)
             with answer:
-                length = str(answer.size).encode()
-                headers = [(b"content-type", b"application/json"), (b"content-length", length)]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await writer.begin(JSON_HEADERS | {"content-length": str(answer.size)})
                 for piece in answer.pieces():
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await writer.write(piece)
+                await writer.write(b"", more=False)

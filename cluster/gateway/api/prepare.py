@@ -116,6 +116,7 @@ class Preparer:
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
         )
+        self._check_choices(1, sampling.n)
         if keeps_all:
             await self._check_beginning("messages", prompt.text, request.add_special_tokens)
         tokens = self._last_tokens(request, await self._encode_chat(prompt, request.add_special_tokens), asked or 1)

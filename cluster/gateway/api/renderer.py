@@ -5,7 +5,7 @@ A short text is bytes; a long one is an iterator of pieces, each of which takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from .job import GenerationJob, UsageOptions
 DONE = b"data: [DONE]\n\n"
 
 VALUES_AT_ONCE = 512  # log probabilities to be written before other tasks run: takes about a millisecond
+TOKENS_AT_ONCE = 64  # of a whole answer, to be parsed before other tasks run: takes about a millisecond
 HOLE = msgspec.Raw(b"\xff")  # placeholder for pieces of JSON, which never contain this byte
 
 Pieces = Iterator[bytes]
@@ -145,6 +146,17 @@ def fill(skeleton: object, parts: Sequence[Iterable[bytes]]) -> Pieces:
 def at_once(pieces: Pieces, num_values: int) -> Text:
     """Join the pieces now if they have few log probabilities."""
     return b"".join(pieces) if num_values <= VALUES_AT_ONCE else pieces
+
+
+def read_in_turns(read: Callable[[ChoiceDelta], object], deltas: Iterable[ChoiceDelta]) -> Pieces:
+    """Read the deltas of a whole answer. Each empty piece lets other tasks run."""
+    num_tokens = 0
+    for delta in deltas:
+        read(delta)
+        num_tokens += delta.num_tokens
+        if num_tokens >= TOKENS_AT_ONCE:
+            num_tokens = 0
+            yield b""
 
 
 def error_event(error: ApiError) -> bytes:

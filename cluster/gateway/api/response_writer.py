@@ -6,6 +6,7 @@ Long texts, such as those with many log probabilities, are written in pieces; ot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
@@ -23,6 +24,7 @@ from .resume import ResumableStream
 Step = list[tuple[int, ChoiceDelta]]
 Steps = AsyncGenerator[Step, None]
 
+LAST_SEND_S = 5.0  # for which an error waits for a client that does not read, which counts as a running request so long
 JOINED_AT_ONCE = 64  # deltas of a whole response that are joined into one
 # Estimated memory of a whole response until it is sent:
 DELTA_BYTES = 300  # for each delta that is not joined with others
@@ -130,8 +132,14 @@ class ResponseWriter:
         `[DONE]`.
 
         A whole response that breaks off stays shorter than its `content-length`, and a stream that breaks off inside an
-        event lacks its end. In both cases the server closes the connection.
+        event lacks its end. In both cases the server closes the connection. So it is if the client does not read: then
+        the error is not sent.
         """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_SEND_S):
+                await self._send_error(error)
+
+    async def _send_error(self, error: ApiError) -> None:
         if self.has_begun:
             if self._streaming is not None and not self._is_within_text:
                 await self._write_blocks(await self._turns.write(self._streaming.failed(error)), more=False)

@@ -24,7 +24,7 @@ from .job import GenerationJob, PreparedRequest, UsageOptions
 from .logprobs import num_logprobs
 from .prepare import Preparer
 from .reasoning import TokenAttribution, token_runs
-from .renderer import Pieces, Text, UsageCounter, at_once, fill
+from .renderer import Pieces, Text, UsageCounter, at_once, fill, read_in_turns
 from .responses_input import ResponseChat, as_chat
 from .responses_output import Item, LogprobList, Output, OutputEvent, Status
 from .responses_request import FIELDS, InputTokensRequest, ResponsesRequest
@@ -187,9 +187,7 @@ class ResponsesRenderer:
         return self._read_and_write(choices[0])
 
     def _read_and_write(self, deltas: Sequence[ChoiceDelta]) -> Pieces:
-        for delta in deltas:
-            self._read(delta)
-            yield b""
+        yield from read_in_turns(self._read, deltas)
         yield from fill(self._response, self._parts(self._output.lists))
 
     def _read(self, delta: ChoiceDelta) -> list[OutputEvent]:

@@ -16,7 +16,8 @@ export function seconds(value) {
   if (value === null || value === undefined) return NONE;
   if (value < 1) return `${three(value * 1000)} ms`;
   if (value < 120) return `${three(value)} s`;
-  return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  const whole = Math.round(value);
+  return `${Math.floor(whole / 60)} min ${whole % 60} s`;
 }
 
 /** Return a whole number with commas. */

@@ -20,7 +20,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
 
     request_id: str
     route: str
-    status: int  # of the HTTP response; 499 if the client disconnected
+    status: int  # of the HTTP response; 499 if the client disconnected before it began
     began_at: float  # Unix time, in seconds
     latency_s: float
     path: str  # as in `x-baton-path`

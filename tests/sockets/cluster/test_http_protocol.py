@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http import httptools_impl
 
 from baton.cluster.ingress import http_protocol
 from baton.cluster.ingress.http_protocol import MAX_HEAD_BYTES, GuardedHttpProtocol
@@ -200,6 +201,35 @@ async def test_a_head_that_never_ends_is_refused(connect: Connect, head: bytes) 
     assert (await rest_of(reader)).startswith(b"HTTP/1.1 431 ")
 
 
+CHUNKED = b"POST /now HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n"
+
+
+@pytest.mark.parametrize("trailers", [b"x: y\r\n" * (MAX_HEAD_BYTES // 2), b"x: " + b"y" * 3 * MAX_HEAD_BYTES])
+async def test_trailers_that_never_end_are_refused(connect: Connect, trailers: bytes) -> None:
+    reader, writer = await connect()
+    for part in (CHUNKED, trailers[: len(trailers) // 2], trailers[len(trailers) // 2 :]):
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(0.02)
+    assert (await rest_of(reader)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_trailers_are_dropped(monkeypatch: pytest.MonkeyPatch, connect: Connect) -> None:
+    kept: list[bytes] = []
+    real = httptools_impl.HttpToolsProtocol.on_header
+
+    def note(self: Any, name: bytes, value: bytes) -> None:
+        kept.append(name)
+        real(self, name, value)
+
+    monkeypatch.setattr(httptools_impl.HttpToolsProtocol, "on_header", note)
+    reader, writer = await connect()
+    writer.write(CHUNKED + b"authorization: me\r\n\r\nGET /now HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    answers = await rest_of(reader)
+    assert answers.count(b"HTTP/1.1 200 ") == 2
+    assert kept == [b"host", b"transfer-encoding", b"host", b"connection"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("padding", ["url", "header"])
@@ -306,6 +336,35 @@ async def test_many_offers_at_once_cost_no_more_than_as_many_requests(connect: C
     answers = await rest_of(reader)
     assert answers.count(b"HTTP/1.1 200 ") == 2000
     assert answers.count(b"HTTP/1.1 400 ") == 1
+
+
+async def test_of_pipelined_requests_few_are_read_while_others_wait(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    read: list[int] = []
+
+    class Counted(httptools_impl.RequestResponseCycle):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(self)
+            super().__init__(*args, **kwargs)
+
+    def count(self: GuardedHttpProtocol, data: bytes) -> None:
+        read.append(len(data))
+        real(self, data)
+
+    real = GuardedHttpProtocol.data_received
+    monkeypatch.setattr(GuardedHttpProtocol, "data_received", count)
+    monkeypatch.setattr(httptools_impl, "RequestResponseCycle", Counted)
+    reader, writer = await connect()
+    request = b"POST /now HTTP/1.1\r\ncontent-length: 0\r\n\r\n"
+    writer.write(request * 200_000)
+    for _ in range(50):  # one after the other
+        await reader.readuntil(b"\r\n\r\n0")
+    most = http_protocol.PIECE_BYTES // len(request) + 1
+    assert len(made) < 50 + 3 * most
+    assert sum(read) < 50 * len(request) + 2**20
+    writer.close()
 
 
 @pytest.mark.parametrize(

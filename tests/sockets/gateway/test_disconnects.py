@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -125,6 +126,22 @@ async def test_a_disconnect_within_a_stream_of_several_choices_releases_everythi
             for _ in range(6):
                 assert await anext(lines) is not None
         await check_all_is_released(service)
+
+
+@STREAM
+async def test_a_disconnect_ends_a_request_behind_which_another_one_waits(disaggregated: Service, stream: bool) -> None:
+    decode = disaggregated.cluster.members[1]
+    decode.step_s = 0.02
+    body = json.dumps({**BODY, "stream": stream}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    async with disaggregated.over_tcp() as url:
+        host, port = url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request + request)
+        await until(lambda: decode.stats.num_requests_running)
+        writer.close()
+        await check_all_is_released(disaggregated)
+        assert decode.stats.generation_tokens < BODY["max_tokens"] - 1
 
 
 async def test_a_disconnect_while_the_body_is_sent_releases_everything(service: Service) -> None:

@@ -106,6 +106,19 @@ async def test_a_large_chat_is_answered(start: Callable[..., Service]) -> None:
 
 
 @pytest.mark.slow
+async def test_integers_of_more_than_64_bits_pass_from_one_process_to_the_other(
+    start: Callable[..., Service], thinker: ServedModel
+) -> None:
+    service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=thinker)
+    schema = {"type": "object", "properties": {"at": {"type": "number", "maximum": 10**30}}}
+    tools = [{"type": "function", "name": "look", "parameters": schema}]
+    fields = {"input": "hello", "tools": tools, "max_tool_calls": 2**65, "seed": 1, "max_output_tokens": 4, **PAD}
+    answer = (await service.http.post("/v1/responses", json={"model": thinker.model_id, **fields})).json()
+    assert (answer["tools"][0]["parameters"], answer["max_tool_calls"]) == (schema, 2**65), answer
+    assert (await service.metrics())['baton_large_bodies_total{outcome="broken"}'] == 0
+
+
+@pytest.mark.slow
 async def test_a_chat_of_many_small_messages_is_rendered_in_another_process(start: Callable[..., Service]) -> None:
     """The time of a template may be quadratic in the number of messages."""
     service = start(Role.UNIFIED, request_timeout_s=PATIENCE_S, served=tiny_model(_tokenizer_of(PLAIN_TEMPLATE), 4096))

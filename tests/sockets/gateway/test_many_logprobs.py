@@ -14,7 +14,8 @@ import pytest
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway.api.body_reader import RequestKind
-from baton.cluster.gateway.api.renderer import VALUES_AT_ONCE
+from baton.cluster.gateway.api.renderer import VALUES_AT_ONCE, Text
+from baton.cluster.gateway.api.response_writer import WritingTurns
 from baton.cluster.wire import Codec, Outputs
 from baton.engine.core.logprobs import Logprobs, TokenLogprobs
 from baton.engine.core.messages import EngineOutput
@@ -22,6 +23,7 @@ from baton.engine.core.messages import EngineOutput
 from ...helpers.gateway_service import Service
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 PATIENCE_S = 100.0  # on a busy machine
 USER = [{"role": "user", "content": "hello"}]
 
@@ -99,3 +101,25 @@ async def test_log_probabilities_of_prompts_have_a_limit(start: Callable[..., Se
     refused = await service.complete([[5] * 200] * 2, n=64, echo=True, logprobs=20, max_tokens=1)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
     assert refused.json()["error"]["code"] == "too_many_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("route", "limit", "asked"), [(RESPONSES, "max_output_tokens", "input"), (MESSAGES, "max_tokens", "messages")]
+)
+async def test_a_whole_answer_without_log_probabilities_takes_few_turns_of_the_event_loop(
+    service: Service, monkeypatch: pytest.MonkeyPatch, route: str, limit: str, asked: str
+) -> None:
+    """All long answers share these turns, and each lasts as long as the other tasks of the gateway need."""
+    real, num_pieces = WritingTurns.write, []
+
+    async def write(turns: WritingTurns, text: Text) -> list[bytes]:
+        pieces = [text] if isinstance(text, bytes) else list(text)
+        num_pieces.append(len(pieces))
+        return await real(turns, iter(pieces))
+
+    monkeypatch.setattr(WritingTurns, "write", write)
+    body = {"model": "tiny", asked: USER, limit: 150, "ignore_eos": True, "seed": 1}
+    usage = (await service.http.post(route, json=body)).json()["usage"]
+    assert usage["output_tokens"] == 150
+    assert len(num_pieces) == 1
+    assert num_pieces[0] < 15

@@ -74,6 +74,13 @@ async def test_figures_equal_those_of_the_metrics(start: Callable[..., Service],
         assert all(each in tile for each in text), (text, tile)
 
 
+async def test_durations_have_no_sixtieth_second(service: Service, tab: Tab) -> None:
+    async with service.over_tcp() as url:
+        await tab.open(url)
+        shown = await tab.evaluate("import('/page/format.js').then(({ seconds }) => [150, 179.6, 200].map(seconds))")
+        assert shown == ["2 min 30 s", "3 min 0 s", "3 min 20 s"]
+
+
 async def test_quantiles_and_rates_equal_those_of_promql(start: Callable[..., Service], tab: Tab) -> None:
     service = start(Role.UNIFIED)
     async with service.over_tcp() as url:

@@ -304,3 +304,8 @@ COMPLETION_FIELDS = [
 @pytest.mark.parametrize(("fields", "param"), COMPLETION_FIELDS)
 async def test_completion_fields_out_of_place_are_refused(service: Service, fields: Any, param: str) -> None:
     check_refused(await service.complete("hello", **fields), 400, param)
+
+
+async def test_a_chat_has_no_more_choices_than_the_operator_allows(service: Service) -> None:
+    assert len((await service.chat("hello", max_tokens=1, n=8)).json()["choices"]) == 8
+    assert "limit of 8" in check_refused(await service.chat("hello", max_tokens=1, n=9), 400, "n")

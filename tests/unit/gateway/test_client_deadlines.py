@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from baton.cluster.contracts import Role
+from baton.cluster.gateway.api import response_writer
 
 from ...helpers.gateway_service import Service, events
 
@@ -122,4 +126,42 @@ async def test_short_client_deadlines_open_no_circuit(start: Callable[..., Servi
     ranks = (await service.http.get("/v1/cluster/ranks")).json()["data"]
     assert [rank["circuit"] for rank in ranks] == ["closed"]
     engine.running.set()
+    await service.cluster.settled()
+
+
+async def serve_a_client_that_does_not_read(service: Service, path: str, body: dict[str, Any]) -> None:
+    """Return when the gateway gives up on sending the answer's body."""
+    arriving = [{"type": "http.request", "body": json.dumps({"model": "tiny", **body}).encode(), "more_body": False}]
+    never = asyncio.Event()
+
+    async def receive() -> Message:
+        if not arriving:
+            await never.wait()
+        return arriving.pop()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await never.wait()
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    await asyncio.wait_for(service.app(scope, receive, send), 20)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "stream": True}),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 4}),
+        ("/tokenize", {"prompt": "hello"}),
+    ],
+    ids=["stream", "whole", "tokens"],
+)
+async def test_a_client_that_does_not_read_keeps_nothing_beyond_its_deadline(
+    start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(response_writer, "LAST_SEND_S", 0.01, raising=False)
+    service = start(Role.UNIFIED, request_timeout_s=0.5)
+    await serve_a_client_that_does_not_read(service, path, body)
+    assert service.bodies.budget.held_bytes == 0
+    assert (await service.http.get("/load")).json() == {"server_load": 0}
     await service.cluster.settled()

@@ -95,12 +95,15 @@ async def test_a_stream_that_is_closed_ends_its_request(start: Callable[..., Ser
             await asyncio.sleep(0.01)
 
 
-async def test_a_stream_whose_engine_fails_for_good_raises(start: Callable[..., Service]) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields"), [(COMPLETIONS, {"prompt": "hello", "max_tokens": 60}), (RESPONSES, {"input": "hello"})]
+)
+async def test_a_stream_whose_engine_fails_for_good_raises(
+    start: Callable[..., Service], path: str, fields: dict[str, Any]
+) -> None:
     service = start(max_attempts=1, capacity_timeout_s=0.1, retry_budget=0, retry_budget_min=0)
     engine = service.cluster.start(Role.UNIFIED)
-    chunks = stream(
-        service.app, COMPLETIONS, {"model": "tiny", "prompt": "hello", "max_tokens": 60, "ignore_eos": True}
-    )
+    chunks = stream(service.app, path, {"model": "tiny", "ignore_eos": True, **fields})
     await anext(chunks)
     engine.die()
     with pytest.raises(CallFailed) as failed:
