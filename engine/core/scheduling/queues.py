@@ -254,8 +254,8 @@ class RunningRequests:
     def _add_drafts(self, drafting: Drafting, builder: StepBuilder, num_others: int) -> None:
         """Give drafts to decodes, as far as budget, blocks, checkpoints and the requests' lengths allow.
 
-        Drafts, and the guesses made after them, get a new block only if one is free. `num_others` is the most other
-        requests that the step may have: their draws need memory, too.
+        Drafts, and the guesses made after them, get a new block only if one is free, and only for tokens that the
+        request can have. `num_others` is the most other requests that the step may have: their draws need memory, too.
         """
         decodes = builder.take_decodes()
         spare = min(builder.budget, MAX_DRAFTED_TOKENS - len(decodes) - num_others)
@@ -267,7 +267,7 @@ class RunningRequests:
             sits_out = self._overlaps and drafting.must_settle(request)
             drafts = drafting.propose(request, room, sits_out=sits_out) if room > 0 else NO_DRAFTS
             num_drafts = drafts.num_drafts
-            if num_drafts and num_computed + num_drafts + drafting.num_behind > request.capacity:
+            if num_drafts and min(num_computed + num_drafts + drafting.num_behind, request.limit) > request.capacity:
                 new_blocks = self._memory.grow(request)
                 num_drafts = min(num_drafts, request.capacity - num_computed)
             if num_drafts > 0:

@@ -273,6 +273,13 @@ def test_drafts_are_right_beside_a_grammar_whose_masks_come_late(depth: int, err
     assert any(len({mask.row for mask in plan.masks}) < len(plan.masks) for plan in engine.runner.plans)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guesses_behind_drafts_get_no_block_after_the_longest_sequence(depth: int) -> None:
+    engine = Harness(config(depth=depth, max_model_len=32), num_drafts=5, guesses_on_device=True, draft_errors=0.7)
+    engine.add(*(request(f"r{index}", 6, max_tokens=None, seed=index) for index in range(4)))
+    engine.run_to_the_end()
+
+
 def test_drafts_are_left_out_where_the_length_leaves_no_room_for_them() -> None:
     engine = Harness(config(), num_drafts=6)
     engine.add(request("a", 10, max_tokens=2, seed=1))
