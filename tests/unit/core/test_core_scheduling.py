@@ -159,6 +159,17 @@ class TestLongAndShort:
         assert order.index("head") == 9, "eight of two blocks each pass a head that needs sixteen"
         assert sorted(order) == sorted(["runs", "head", *(asked.request_id for asked in small)])
 
+    def test_while_a_long_prompt_is_read_short_ones_do_not_get_more_blocks_before_a_head_that_lacks_them(self) -> None:
+        engine = Harness(config(num_blocks=44, max_num_batched_tokens=16, max_model_len=200))
+        engine.add(request("long", [1] * (40 * BLOCK_SIZE), max_tokens=1))
+        engine.step()
+        engine.add(request("head", [2] * (8 * BLOCK_SIZE), max_tokens=1, arrival_s=1.0))
+        short = [request(f"s{n}", [3 + n] * BLOCK_SIZE, max_tokens=1, arrival_s=2.0 + n) for n in range(12)]
+        engine.add(*short)
+        engine.run_to_the_end()
+        order = [name for names in self.started(engine) for name in names]
+        assert order.index("head") == 9, "eight of one block each pass a head that needs eight"
+
     def test_a_request_that_needs_more_than_a_few_blocks_waits_behind_the_head(self) -> None:
         engine = Harness(config(num_blocks=20, max_num_batched_tokens=128, max_model_len=128))
         engine.add(request("runs", [1] * (8 * BLOCK_SIZE), max_tokens=3 * BLOCK_SIZE))
