@@ -255,10 +255,12 @@ class RunningRequests:
         """Give drafts to decodes, as far as budget, blocks, checkpoints and the requests' lengths allow.
 
         Drafts, and the guesses made after them, get a new block only if one is free, and only for tokens that the
-        request can have. `num_others` is the most other requests that the step may have: their draws need memory, too.
+        request can have. `num_others` is the most other requests that the step may have: their draws need memory, too,
+        and half of the budget is left to them.
         """
         decodes = builder.take_decodes()
-        spare = min(builder.budget, MAX_DRAFTED_TOKENS - len(decodes) - num_others)
+        budget = builder.budget // 2 if num_others else builder.budget
+        spare = min(budget, MAX_DRAFTED_TOKENS - len(decodes) - num_others)
         for chunk, request in decodes:
             num_computed, new_blocks = request.num_computed, NO_BLOCKS
             room = min(spare, request.limit - 1 - num_computed)
