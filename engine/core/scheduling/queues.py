@@ -317,7 +317,7 @@ class RunningRequests:
         if not self._by_queue_key or self._by_queue_key[-1].priority <= head.priority:
             return
         lower = [each for each in self._by_queue_key if each.priority > head.priority and self._is_preemptible(each)]
-        if not self._memory.fits(head, without=lower):
+        if self._memory.fits(head) or not self._memory.fits(head, without=lower):
             return
         while lower and not self._fence.has_waiting_requests and not self._memory.fits(head):
             self.preempt(lower.pop())
