@@ -183,6 +183,8 @@ class Admission:
             return []
         share, chosen, lacks_blocks = builder.budget // SHORT_SHARE, list[Request](), not self._memory.fits(head)
         for request in (head, *self._waiting.behind_head()):
+            if len(chosen) == self._running.num_free_rows:
+                break
             if lacks_blocks and not self._may_pass(request, head):
                 continue
             may_start = request.num_tokens <= share and not request.awaits_transfer and self._memory.fits(request)

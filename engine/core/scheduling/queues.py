@@ -185,6 +185,10 @@ class RunningRequests:
         return iter(self._by_queue_key)
 
     @property
+    def num_free_rows(self) -> int:
+        return self._rows.num_free
+
+    @property
     def has_room(self) -> bool:
         """True if a row is free."""
         return self._rows.num_free > 0

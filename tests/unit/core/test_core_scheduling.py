@@ -129,6 +129,15 @@ class TestLongAndShort:
         engine.run_to_the_end()
         assert self.started(engine) == [["long"], ["short"], [], [], ["too long"]]
 
+    def test_nothing_is_kept_for_short_prompts_that_get_no_row(self) -> None:
+        engine = Harness(config(max_num_batched_tokens=16, max_num_seqs=2))
+        engine.add(request("long", [1] * 60, max_tokens=1))
+        engine.step()
+        engine.add(*(request(f"short {value}", [value] * 2, max_tokens=1) for value in (2, 3)))
+        engine.step()
+        assert shapes(engine)[1:] == [[(0, 16, 14), (1, 0, 2)]]
+        engine.run_to_the_end()
+
     def test_a_short_prompt_passes_a_long_one_that_waits_for_the_step(self) -> None:
         engine = Harness(config(max_num_batched_tokens=16))
         engine.add(request("first", [1] * 60, max_tokens=1))
