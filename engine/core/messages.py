@@ -19,7 +19,7 @@ LOWEST_PRIORITY, HIGHEST_PRIORITY = -(2**31), 2**31 - 1  # numbers of `EngineReq
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token (or a stop string, found by the detokenizer)
     LENGTH = "length"  # max_tokens, or the model's length
-    HANDOFF = "handoff"  # the first token is out and the KV blocks wait for a decode engine (`ticket` says where)
+    HANDOFF = "handoff"  # the first token is out and the KV blocks wait for a decode engine (`kv_source` says where)
     ABORT = "abort"  # the client wants no more of it
     ERROR = "error"  # `EngineOutput.error` says what happened
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ..prefix import BlockHash, extend_block_hashes
@@ -366,10 +367,13 @@ class RequestMemory:
 
 def _fits(pool: BlockPool, start: _TableStart, without: Sequence[Sequence[int]]) -> bool:
     """Return whether a table that starts like this can be allocated, once the blocks `without` are released."""
-    given_back = Counter(block for blocks in without for block in blocks)
+    num_missing = start.num_entries - start.first
+    if not pool.fits(start.cached, num_missing - sum(map(len, without))):  # not even if nobody else has these blocks
+        return False
+    given_back = Counter(chain.from_iterable(without))
     num_freed = sum(pool.references(block) == count for block, count in given_back.items())
     num_freed -= sum(pool.references(block) == given_back[block] for block in start.hits if block in given_back)
-    return pool.fits(start.cached, start.num_entries - start.first - num_freed)
+    return pool.fits(start.cached, num_missing - num_freed)
 
 
 def _take(pool: BlockPool, start: _TableStart) -> list[int]:

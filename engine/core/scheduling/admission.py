@@ -179,8 +179,14 @@ class Admission:
         if unread < builder.budget or not self._running.has_room or self._running.lacks_blocks:
             return []
         head = self._waiting.peek()
-        share, chosen = builder.budget // SHORT_SHARE, list[Request]()
-        for request in () if head is None else (head, *self._waiting.behind_head()):
+        if head is None:
+            return []
+        share, chosen, lacks_blocks = builder.budget // SHORT_SHARE, list[Request](), not self._memory.fits(head)
+        for request in (head, *self._waiting.behind_head()):
+            if len(chosen) == self._running.num_free_rows:
+                break
+            if lacks_blocks and not self._may_pass(request, head):
+                continue
             may_start = request.num_tokens <= share and not request.awaits_transfer and self._memory.fits(request)
             if may_start and self._loading.find_restore(request) is None:
                 share -= request.num_tokens
@@ -189,8 +195,13 @@ class Admission:
 
     def admit_short(self, chosen: Sequence[Request], builder: StepBuilder) -> None:
         """Start the chosen prompts, as far as rows and blocks allow."""
+        head = self._waiting.peek()
+        passed = head if chosen and head is not None and not self._memory.fits(head) else None
         for request in chosen:
-            self._admit(request, builder)
+            if passed is None:
+                self._admit(request, builder)
+            else:
+                self._overtake(request, passed, builder)
 
     def admit_waiting(self, builder: StepBuilder) -> None:
         """Start waiting requests in order."""
@@ -219,10 +230,17 @@ class Admission:
         if head.num_blocks_passed >= needed or self._memory.fits(head):
             return
         for request in self._waiting.behind_head():
-            num_blocks = self._memory.num_blocks(request)
-            may_pass = num_blocks * SMALL <= needed and head.num_blocks_passed + num_blocks <= needed
-            if may_pass and self._admit(request, builder):
-                head.num_blocks_passed += num_blocks
+            self._overtake(request, head, builder)
+
+    def _overtake(self, request: Request, head: Request, builder: StepBuilder) -> None:
+        """Start a request before a head that lacks blocks, if it may."""
+        if self._may_pass(request, head) and self._admit(request, builder):
+            head.num_blocks_passed += self._memory.num_blocks(request)
+
+    def _may_pass(self, request: Request, head: Request) -> bool:
+        """Return whether a request needs so few blocks that it may start before a head that lacks blocks."""
+        needed, num_blocks = self._memory.num_blocks(head), self._memory.num_blocks(request)
+        return num_blocks * SMALL <= needed and head.num_blocks_passed + num_blocks <= needed
 
     def _reserve(self, request: Request, builder: StepBuilder) -> bool:
         """Reserve the request's blocks. Returns False if it cannot start in this step.

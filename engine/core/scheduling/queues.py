@@ -185,6 +185,10 @@ class RunningRequests:
         return iter(self._by_queue_key)
 
     @property
+    def num_free_rows(self) -> int:
+        return self._rows.num_free
+
+    @property
     def has_room(self) -> bool:
         """True if a row is free."""
         return self._rows.num_free > 0
@@ -254,11 +258,13 @@ class RunningRequests:
     def _add_drafts(self, drafting: Drafting, builder: StepBuilder, num_others: int) -> None:
         """Give drafts to decodes, as far as budget, blocks, checkpoints and the requests' lengths allow.
 
-        Drafts, and the guesses made after them, get a new block only if one is free. `num_others` is the most other
-        requests that the step may have: their draws need memory, too.
+        Drafts, and the guesses made after them, get a new block only if one is free, and only for tokens that the
+        request can have. `num_others` is the most other requests that the step may have: their draws need memory, too,
+        and half of the budget is left to them.
         """
         decodes = builder.take_decodes()
-        spare = min(builder.budget, MAX_DRAFTED_TOKENS - len(decodes) - num_others)
+        budget = builder.budget // 2 if num_others else builder.budget
+        spare = min(budget, MAX_DRAFTED_TOKENS - len(decodes) - num_others)
         for chunk, request in decodes:
             num_computed, new_blocks = request.num_computed, NO_BLOCKS
             room = min(spare, request.limit - 1 - num_computed)
@@ -267,7 +273,7 @@ class RunningRequests:
             sits_out = self._overlaps and drafting.must_settle(request)
             drafts = drafting.propose(request, room, sits_out=sits_out) if room > 0 else NO_DRAFTS
             num_drafts = drafts.num_drafts
-            if num_drafts and num_computed + num_drafts + drafting.num_behind > request.capacity:
+            if num_drafts and min(num_computed + num_drafts + drafting.num_behind, request.limit) > request.capacity:
                 new_blocks = self._memory.grow(request)
                 num_drafts = min(num_drafts, request.capacity - num_computed)
             if num_drafts > 0:
@@ -315,7 +321,7 @@ class RunningRequests:
         if not self._by_queue_key or self._by_queue_key[-1].priority <= head.priority:
             return
         lower = [each for each in self._by_queue_key if each.priority > head.priority and self._is_preemptible(each)]
-        if not self._memory.fits(head, without=lower):
+        if self._memory.fits(head) or not self._memory.fits(head, without=lower):
             return
         while lower and not self._fence.has_waiting_requests and not self._memory.fits(head):
             self.preempt(lower.pop())

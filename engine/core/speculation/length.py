@@ -67,10 +67,10 @@ class _Tried:
 
 
 class DraftLengths:
-    """Decides the number of drafts. For each step, call `begin_step`, then `of` for each request that decodes in it.
+    """Decides the number of drafts. For each step, call `begin_step`, then `num_drafts_for` for each decoding request.
 
     When the step is settled, call `settled` for each request that had drafts, then `observe`, or `observe_prompts` if
-    the step also read prompts. Memory: 600 bytes for each request, from its first `of` to `end`.
+    the step also read prompts. Memory: 600 bytes for each request, from its first `num_drafts_for` to `end`.
     """
 
     def __init__(self, most: int) -> None:
@@ -100,7 +100,7 @@ class DraftLengths:
     # -------------------------------------------------------------------------------- planning
 
     def begin_step(self, num_requests: int, num_prompt_tokens: int = 0) -> int:
-        """Return the most drafts that any request can get in the next step; with 0, `of` need not be called.
+        """Return the most drafts that any request can get in the next step; with 0, no `num_drafts_for` is needed.
 
         `num_requests` decode in the step, beside `num_prompt_tokens` tokens of prompts.
         """
@@ -183,7 +183,7 @@ class DraftLengths:
     def expected(self, request_id: str, most: int) -> int:
         """Estimate the number of drafts that a request may get in the next step, before its `begin_step`.
 
-        `of` will often return fewer, and now and then more.
+        `num_drafts_for` will often return fewer, and now and then more.
         """
         if self._account_s is None or self._account_s < 0:
             return 0

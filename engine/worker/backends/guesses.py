@@ -274,7 +274,8 @@ class ModelGuesser(Guesser):
             return
         tables, most = self._parts.tables, self._parts.limits.max_num_batched_tokens
         rows = tables.rows.tensor[0, : shape.num_seqs]
-        while num_unread := int((tables.computed.tensor[0, rows.long()] - tables.read.tensor[0, rows.long()]).sum()):
+        real = rows[rows >= 0].long()  # a rank with nothing to do runs padding
+        while num_unread := int((tables.computed.tensor[0, real] - tables.read.tensor[0, real]).sum()):
             self._read(rows, min(num_unread, most))
 
     def _read(self, rows: Tensor, num_tokens: int) -> None:

@@ -81,6 +81,8 @@ class FakeRunner:
         self._edited.update({start.row: not start.sampling.is_plain for start in plan.started_rows})
         for chunk in plan.chunks:
             append(self._planned[chunk.row], chunk.new_block_ids)
+            longest = max(map(len, self._planned[chunk.row])) * self.config.block_size
+            assert longest < self.config.max_model_len + self.config.block_size, "a table that no row has room for"
             last = (chunk.start + chunk.num_tokens - 1) // self.config.block_size
             unsettled = [each for step in self.in_flight for each in self.plans[step].chunks if each.row == chunk.row]
             start = chunk.start - sum(each.num_drafts for each in unsettled)

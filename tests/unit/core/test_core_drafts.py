@@ -273,6 +273,27 @@ def test_drafts_are_right_beside_a_grammar_whose_masks_come_late(depth: int, err
     assert any(len({mask.row for mask in plan.masks}) < len(plan.masks) for plan in engine.runner.plans)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guesses_behind_drafts_get_no_block_after_the_longest_sequence(depth: int) -> None:
+    engine = Harness(config(depth=depth, max_model_len=32), num_drafts=5, guesses_on_device=True, draft_errors=0.7)
+    engine.add(*(request(f"r{index}", 6, max_tokens=None, seed=index) for index in range(4)))
+    engine.run_to_the_end()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_drafts_leave_budget_to_prompts_that_are_read_or_wait(on_device: bool) -> None:
+    few_tokens = config(max_num_batched_tokens=8, max_num_seqs=4)
+    engine = Harness(few_tokens, num_drafts=3, draft_errors=1.0, guesses_on_device=on_device)
+    engine.add(*(request(name, 4, max_tokens=60, seed=seed) for seed, name in enumerate(["a", "b"])))
+    engine.step(4)
+    engine.add(request("being read", [1] * 20, max_tokens=1), request("waiting", [2] * 4, max_tokens=1))
+    engine.step(20)
+    assert engine.is_answered("being read")
+    assert engine.is_answered("waiting")
+    assert not engine.is_answered("a")
+    engine.run_to_the_end()
+
+
 def test_drafts_are_left_out_where_the_length_leaves_no_room_for_them() -> None:
     engine = Harness(config(), num_drafts=6)
     engine.add(request("a", 10, max_tokens=2, seed=1))

@@ -65,6 +65,26 @@ def test_each_admitted_request_is_looked_up_once(
     assert sorted(counts.values()) == [1] * len(asked)
 
 
+@pytest.mark.parametrize("num_tokens", [4 * BLOCK_SIZE, 18 * BLOCK_SIZE], ids=["fits", "is too large"])
+def test_blocks_of_lower_priorities_are_not_looked_at_where_they_do_not_matter(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room without them, but not in the step; or there would not even be if they were all free."""
+    engine = Harness(config(num_blocks=24, max_num_batched_tokens=16))
+    engine.add(request("equal", tokens(1, 8 * BLOCK_SIZE), max_tokens=20, priority=-1))
+    engine.add(request("lower", tokens(2, 4 * BLOCK_SIZE), max_tokens=20))
+    engine.step(5)
+    assert engine.core.stats().num_requests_running == 2
+    engine.add(request("head", tokens(3, num_tokens), max_tokens=1, priority=-1))
+    looked_at: list[int] = []
+    pool = engine.scheduler.groups[0].pool
+    references = pool.references
+    monkeypatch.setattr(pool, "references", lambda block: looked_at.append(block) or references(block))
+    engine.core.step()
+    assert engine.core.stats().num_preemptions == 0
+    assert not looked_at
+
+
 def test_a_head_that_does_not_fit_is_looked_up_once_in_the_pool_and_not_in_the_tiers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -129,6 +129,15 @@ class TestLongAndShort:
         engine.run_to_the_end()
         assert self.started(engine) == [["long"], ["short"], [], [], ["too long"]]
 
+    def test_nothing_is_kept_for_short_prompts_that_get_no_row(self) -> None:
+        engine = Harness(config(max_num_batched_tokens=16, max_num_seqs=2))
+        engine.add(request("long", [1] * 60, max_tokens=1))
+        engine.step()
+        engine.add(*(request(f"short {value}", [value] * 2, max_tokens=1) for value in (2, 3)))
+        engine.step()
+        assert shapes(engine)[1:] == [[(0, 16, 14), (1, 0, 2)]]
+        engine.run_to_the_end()
+
     def test_a_short_prompt_passes_a_long_one_that_waits_for_the_step(self) -> None:
         engine = Harness(config(max_num_batched_tokens=16))
         engine.add(request("first", [1] * 60, max_tokens=1))
@@ -158,6 +167,17 @@ class TestLongAndShort:
         order = [name for names in self.started(engine) for name in names]
         assert order.index("head") == 9, "eight of two blocks each pass a head that needs sixteen"
         assert sorted(order) == sorted(["runs", "head", *(asked.request_id for asked in small)])
+
+    def test_while_a_long_prompt_is_read_short_ones_do_not_get_more_blocks_before_a_head_that_lacks_them(self) -> None:
+        engine = Harness(config(num_blocks=44, max_num_batched_tokens=16, max_model_len=200))
+        engine.add(request("long", [1] * (40 * BLOCK_SIZE), max_tokens=1))
+        engine.step()
+        engine.add(request("head", [2] * (8 * BLOCK_SIZE), max_tokens=1, arrival_s=1.0))
+        short = [request(f"s{n}", [3 + n] * BLOCK_SIZE, max_tokens=1, arrival_s=2.0 + n) for n in range(12)]
+        engine.add(*short)
+        engine.run_to_the_end()
+        order = [name for names in self.started(engine) for name in names]
+        assert order.index("head") == 9, "eight of one block each pass a head that needs eight"
 
     def test_a_request_that_needs_more_than_a_few_blocks_waits_behind_the_head(self) -> None:
         engine = Harness(config(num_blocks=20, max_num_batched_tokens=128, max_model_len=128))

@@ -10,7 +10,11 @@ import msgspec
 import pytest
 
 from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams
+from baton.engine.core.lockstep import EMPTY_STEP
+from baton.engine.core.step import PADDING, Chunk, GroupStep, RowStart, StepPlan, StepSize
 from baton.engine.startup.model_config import read_model_config
+from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.shapes import CpuShapes
 
 from ...helpers.checkpoints import write_checkpoint
 from .controls import EVERYTHING, GREEDY, WAYS, prompts_of
@@ -113,6 +117,30 @@ def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, other: Path, 
     stats = check_both_backends(Engines(config, LIMITS), PROMPTS, depth=depth)
     assert stats.speculation is not None
     assert stats.speculation.num_accepted_tokens > 30
+
+
+def test_a_rank_with_nothing_to_do_does_not_wait_for_tokens_that_an_ended_request_left_unread(
+    checkpoint: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 200}
+    config = read_model_config(EngineConfig.from_args({**args, "speculative_config": guessing(other)}))
+    engines = Engines(config, LIMITS)
+    assert engines.draft_model is not None
+    runner, draft_model = engines.runner(CpuBackend(CpuShapes(LIMITS)), 8), engines.draft_model.model
+    assert draft_model is not None
+    row = LIMITS.max_num_seqs - 1
+    start = RowStart(row, "ended", [3] * 6, [], SamplingParams(), 1, [], [[0], [0]])
+    runner.launch(StepPlan(0, [], [start], [Chunk(row, 0, 6, True, [])], num_guesses=MOST)).result()
+    runner.launch(StepPlan(1, [], [], [Chunk(row, 6, 1, True, [])])).result()  # makes no guesses: nothing is read
+    forward, runs = draft_model.forward, iter(range(MOST))
+
+    def run(*inputs: Any) -> Any:
+        assert next(runs, None) is not None, "it runs for guesses, and there is nothing to read"
+        return forward(*inputs)
+
+    monkeypatch.setattr(draft_model, "forward", run)
+    of_another_rank = StepSize(1, 1, 1, num_guesses=MOST)
+    runner.launch(StepPlan(EMPTY_STEP, [], [], [], GroupStep([PADDING, of_another_rank]))).result()
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ ONE_LETTER = StructuredOutputsParams(choice="yes")  # type: ignore[arg-type]
         ),
         ({1: 2}, "has the keys 1: give prompt"),
         ("half \ud800 a character", "is not valid text: half a surrogate pair at character 5"),
+        ({"prompt": "a", "cache_salt": "\ud800"}, r"prompts\[0\]\['cache_salt'\] is not valid text: half a surrogate"),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_what_it_is_and_where(text_llm: LLM, prompts: Any, message: str) -> None:
