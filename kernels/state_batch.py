@@ -167,8 +167,8 @@ class StateBatch:
     or the slot of its first checkpoint, after at most SOURCE_CUT tokens.
 
     A step that is padded to the size of a captured graph ends with sequences and chunks without tokens, or with
-    sequences whose slots are -1. Outputs for their tokens, and for tokens of no sequence, are arbitrary but finite, if
-    inputs are.
+    sequences whose slots are -1. Outputs for their tokens are arbitrary but finite, if inputs are. Outputs for tokens
+    of no sequence are undefined; nothing for other tokens may depend on them.
 
     GPU kernels read all of these tensors while the previous kernel may still run. So between the kernels that write
     them and the first that reads them, there must be a kernel launched without programmatic dependent launch (see
@@ -233,7 +233,7 @@ class StateBatch:
         return self.chunk_seqs.shape[0]
 
     def empty_like(self, rows: Tensor) -> Tensor:
-        """Return memory for the outputs of `rows` [T, ...], zeroed if some rows may belong to no sequence."""
+        """Return memory for the outputs of `rows` [T, ...]: zeros in a captured step of any mix, else uninitialized."""
         is_padded = self.least_decodes < self.most_decodes
         make = torch.zeros if is_padded else torch.empty
         return make(rows.shape, dtype=rows.dtype, device=rows.device)

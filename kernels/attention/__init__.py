@@ -41,8 +41,9 @@ def paged_attention(
     """Compute causal attention of q [T, H, D] over `layer` of kv (layout: `kv_rows`) -> [T, H, width of a value].
 
     Query head h reads KV head h // (H / KV heads). `rule` is the layer's formula; make it once per layer, not per call.
-    Sums are float32. The KV of the step's own tokens must already be in the cache; blocks past a sequence's end are not
-    read. On a CPU, a token's result is bitwise the same in any batch, and however its prompt was cut into chunks.
+    Sums are float32. The KV of the step's own tokens must already be in the cache. Blocks past a sequence's end, and
+    those behind the window of its first query, may hold anything, NaN included. On a CPU, a token's result is bitwise
+    the same in any batch, and however its prompt was cut into chunks.
 
     Rows of padding (sequences of length 0, tokens after the last sequence) become zero. `out` must be contiguous and
     not overlap q. On a GPU, the batch must come from `prepare`. Raises `ValueError` if KV heads do not divide query

@@ -34,16 +34,20 @@ def paged_attention(
         if seq_len == 0:
             out[tokens] = 0
             continue
-        num_blocks = -(-seq_len // block_size)
-        blocks = kv[batch.block_tables[row, :num_blocks].long(), :, layer].to(compute_dtype)
+        first_query = seq_len - (starts[index + 1] - starts[index])
+        oldest = 0 if rule.window is None else max(0, first_query + 1 - rule.window)  # the first key that a query sees
+        read = slice(oldest // block_size, -(-seq_len // block_size))
+        blocks = kv[batch.block_tables[row, read].long(), :, layer].to(compute_dtype)
         # [block, kv_head, planes, token, width] -> [planes, head, key, width]
-        planes = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].repeat_interleave(group, dim=1)
+        first_key = read.start * block_size
+        planes = blocks.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, : seq_len - first_key]
+        planes = planes.repeat_interleave(group, dim=1)
         keys, values = planes if len(planes) == 2 else planes[0].split([q.shape[2], value_dim], dim=-1)
         keys = keys if rule.k_scale is None else keys * rule.k_scale
         values = values if rule.v_scale is None else values * rule.v_scale
         scores = q[tokens].to(compute_dtype).transpose(0, 1) @ keys.transpose(1, 2) * rule.scale
         scores = scores if rule.soft_cap is None else rule.soft_cap * torch.tanh(scores / rule.soft_cap)
-        distance = batch.positions[tokens, None] - torch.arange(seq_len, device=q.device)
+        distance = batch.positions[tokens, None] - torch.arange(first_key, seq_len, device=q.device)
         visible = distance >= 0
         if rule.window is not None:
             visible &= distance < rule.window
@@ -51,6 +55,6 @@ def paged_attention(
         if rule.sinks is not None:
             sinks = rule.sinks.to(compute_dtype)[:, None, None].expand_as(scores[..., :1])
             scores = torch.cat([sinks, scores], dim=-1)
-        weights = scores.softmax(-1)[..., -seq_len:]
+        weights = scores.softmax(-1)[..., 0 if rule.sinks is None else 1 :]
         out[tokens] = (weights @ values).transpose(0, 1).to(out.dtype)
     return out

@@ -185,13 +185,16 @@ template <class Op, class T> struct AttentionTile {
         }
     }
 
+    // Nor are values that no row sees: blocks behind the window may be other requests' by now, and hold NaN.
     void pack_values(const Pages<T>& pages, int64_t first, int64_t end) const {
+        int64_t oldest = sight.begin(first_position);
+        auto seen = [&](int64_t key) { return key >= oldest && key < end; };
         for (int64_t key = first; key < first + KEYS; key += GRANULE) {
             if (key + KEYS < end) prefetch_granule(pages.values(key + KEYS), pages.token_stride);
             const T* from = key < end ? pages.values(key) : nullptr;
             for (int64_t i = 0; i < GRANULE; i += 2) {
-                const T* const pair[2] = {key + i < end ? from + i * pages.token_stride : nullptr,
-                                          key + i + 1 < end ? from + (i + 1) * pages.token_stride : nullptr};
+                const T* const pair[2] = {seen(key + i) ? from + i * pages.token_stride : nullptr,
+                                          seen(key + i + 1) ? from + (i + 1) * pages.token_stride : nullptr};
                 P::values(pair, value_dim, values + (key - first + i) * value_dim);
             }
         }

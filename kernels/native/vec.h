@@ -212,7 +212,7 @@ template <class T> inline void store_first(T* p, f32x16 v, int n) {
     std::memcpy(p, lanes, n * sizeof(T));
 }
 
-// Calls body(i, load16, store16) for every group of sixteen of n elements, the last of which may be partial.
+// Calls body(i, lanes) for every group of `lanes` elements from i on: sixteen of n elements, and the rest at last.
 template <class Body> inline void for_lanes(int64_t n, Body body) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) body(i, LANES);

@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     weight [N] is of x's dtype, or float32 if x's dtype would round it (norms that add 1 to the stored weight). With
     `residual` (x's shape and dtype), return the pair (norm of the sum, sum), where sum = x + residual. Computed in
-    float32, rounded once. A row's result does not depend on other rows.
+    float32, rounded once. A row's result does not depend on other rows; on a GPU, its last bits depend on their number.
     """
     if x.is_cpu:
         return cpu.rms_norm(x, weight, eps, residual)

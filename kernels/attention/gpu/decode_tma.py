@@ -317,11 +317,15 @@ def load_pages(share, sequences, cache, ring, HALF: gl.constexpr, shape):
         part = part_in_share(seq, unit, left, sequences, shape)
         table = sequences.table(seq)
         num_pages = gl.cdiv(part.seq_len, shape.PAGE)
+        _, num_queries = sequences.queries(seq, shape)
+        num_hidden = oldest_key(sequences, part.seq_len, num_queries, shape) // shape.PAGE
         for index in range(part.tiles):
             page = (part.first + index) * PAGES
-            places = ()  # pages after the sequence's last become rows after the last row, which TMA loads as zeros
+            # Pages after the sequence's last, and those behind the window, which may be other requests' by now, become
+            # rows after the last row, which TMA loads as zeros.
+            places = ()
             for i in gl.static_range(PAGES):
-                exists = page + i < num_pages
+                exists = (page + i >= num_hidden) & (page + i < num_pages)
                 block = gl.load(table + page + i, mask=exists, other=0)
                 places = places + (gl.where(exists, block * block_rows + row, cache.pages.shape[0]),)
             if (part.first + index + 1) * shape.UNIT > part.seq_len - shape.QUERIES:
@@ -336,6 +340,12 @@ def load_pages(share, sequences, cache, ring, HALF: gl.constexpr, shape):
         seq += 1
         unit = 0
         left -= part.units
+
+
+@gluon.jit
+def oldest_key(sequences, seq_len, num_queries, shape):
+    """Return the first key that a sequence's first query sees."""
+    return first_visible(seq_len - num_queries + 1, sequences.window - (shape.QUERIES - 1))
 
 
 @gluon.jit

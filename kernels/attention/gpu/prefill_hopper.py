@@ -142,6 +142,9 @@ def _produce(pipe, stored, tiles, cache, queries, scoring, shape):
         count, first_position = gl.load(item + NUM_TOKENS), gl.load(item + FIRST_POSITION)
         table = cache.block_tables + gl.load(item + TABLE_ROW).to(gl.int64) * cache.table_stride
         num_pages = gl.cdiv(first_position + count, shape.BLOCK_SIZE)
+        num_hidden = 0
+        if shape.HAS_WINDOW:
+            num_hidden = gl.maximum(first_position + 1 - scoring.window, 0) // shape.BLOCK_SIZE
         head = first_head * cache.num_kv_heads // cache.num_heads
         row = (head * cache.num_layers + cache.layer) * (2 * shape.BLOCK_SIZE)
         value_row = row + shape.BLOCK_SIZE
@@ -149,19 +152,26 @@ def _produce(pipe, stored, tiles, cache, queries, scoring, shape):
         for back in range(last - first + 1):
             page = (last - back) * (shape.KEYS // shape.BLOCK_SIZE)
             if stored is None:
-                _load_pages(pipe.keys, n, cache.pages, table, page, num_pages, block_rows, row, shape)
-                _load_pages(pipe.values, n, cache.pages, table, page, num_pages, block_rows, value_row, shape)
+                _load_pages(pipe.keys, n, cache.pages, table, page, num_hidden, num_pages, block_rows, row, shape)
+                _load_pages(
+                    pipe.values, n, cache.pages, table, page, num_hidden, num_pages, block_rows, value_row, shape
+                )
             else:
-                _load_pages(stored, 2 * n, cache.pages, table, page, num_pages, block_rows, row, shape)
-                _load_pages(stored, 2 * n + 1, cache.pages, table, page, num_pages, block_rows, value_row, shape)
+                _load_pages(stored, 2 * n, cache.pages, table, page, num_hidden, num_pages, block_rows, row, shape)
+                _load_pages(
+                    stored, 2 * n + 1, cache.pages, table, page, num_hidden, num_pages, block_rows, value_row, shape
+                )
             n += 1
         unit = tiles.next_unit()
     send_end(pipe, turn, tiles.queue)
 
 
 @gluon.jit
-def _load_pages(ring, n, pages, table, first_page, num_pages, block_rows, row, shape):
-    """Start the copies of tile n. Pages after the sequence's last become rows past the end: TMA loads zeros."""
+def _load_pages(ring, n, pages, table, first_page, num_hidden, num_pages, block_rows, row, shape):
+    """Start the copies of tile n. Pages outside of num_hidden:num_pages become rows past the end: TMA loads zeros.
+
+    Those are the pages after the sequence's last, and those behind the window, which may be other requests' by now.
+    """
     PAGES: gl.constexpr = shape.KEYS // shape.BLOCK_SIZE
     SLABS: gl.constexpr = ring.slabs.shape[0] // ring.full.shape[0]
     COLUMNS: gl.constexpr = ring.slabs.shape[2]
@@ -169,7 +179,7 @@ def _load_pages(ring, n, pages, table, first_page, num_pages, block_rows, row, s
     ring.await_free(n)
     ring.expect(n)
     for i in gl.static_range(PAGES):
-        exists = first_page + i < num_pages
+        exists = (first_page + i >= num_hidden) & (first_page + i < num_pages)
         block = gl.load(table + first_page + i, mask=exists, other=0)
         place = gl.where(exists, block * block_rows + row, pages.shape[0])
         for slab in gl.static_range(SLABS):

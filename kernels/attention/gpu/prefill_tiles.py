@@ -163,6 +163,8 @@ def attend_keys(
     for start in tl.range(first_key, last_key, KEYS):
         key = start + tl.arange(0, KEYS)
         exists = key < num_keys if MASKED else tl.full([KEYS], True, tl.int1)
+        if MASKED and HAS_WINDOW:  # blocks behind the window may be other requests' by now, and hold NaN
+            exists &= key > tl.min(position, 0) - window
         block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         place = (block * block_stride + key % BLOCK_SIZE * TOKEN_STRIDE)[:, None]
         mask = exists[:, None] & (dim < DIM)[None, :] if DIM != PADDED_DIM else exists[:, None]

@@ -122,7 +122,7 @@ def latent_attention_kernel(
     share_end = tl.load(share + SHARE_WORDS + FIRST_TILE)
     workspace = (group * tl.num_programs(0) + program).to(tl.int64) * 2
     row = tl.arange(0, ROWS)
-    head = group * HEADS + row % HEADS
+    head = (group * HEADS + row % HEADS).to(tl.int64)  # projected queries are stored head by head
     dims, rope_dims = tl.arange(0, RANK), tl.arange(0, ROPE)
     key_in_tile = tl.arange(0, TILE)
 

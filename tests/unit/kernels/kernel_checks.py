@@ -83,6 +83,20 @@ def without_poison(kv: Tensor) -> Tensor:
     return torch.nan_to_num(kv.float(), nan=0.0).to(kv.dtype)  # torch has no nan_to_num for FP8
 
 
+def poisoned_behind(sequences: PagedSequences, window: int) -> PagedSequences:
+    """Return the sequences with NaN in each block that lies behind the window of their first query.
+
+    Such blocks are given back: they may hold anything of other requests.
+    """
+    kv, batch = sequences.kv.clone(), sequences.batch
+    for table, query_len, seq_len in zip(
+        batch.block_tables, sequences.query_lens, batch.seq_lens.tolist(), strict=True
+    ):
+        num_hidden = max(0, seq_len - query_len + 1 - window) // kv.shape[4]
+        kv.view(torch.uint8)[table[:num_hidden].long()] = 0xFF  # NaN in any type
+    return PagedSequences(kv, batch, sequences.query_lens)
+
+
 def untouched_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor of any size that takes memory only for the pages that are written."""
     numel = 1

@@ -14,7 +14,14 @@ from torch import Tensor
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention, reference
 
 from .attention_cases import LAYER, attend, queries
-from .kernel_checks import PagedSequences, assert_as_accurate, paged_sequences, untouched_memory, without_poison
+from .kernel_checks import (
+    PagedSequences,
+    assert_as_accurate,
+    paged_sequences,
+    poisoned_behind,
+    untouched_memory,
+    without_poison,
+)
 
 pytestmark = pytest.mark.exhaustive
 
@@ -86,6 +93,15 @@ def test_other_head_dimensions_are_served_too(head_dim: int) -> None:
 def test_a_window_hides_older_keys(dtype: torch.dtype, window: int, num_threads: int) -> None:
     sequences = paged_sequences(*RAGGED, dtype=dtype)
     check(queries(sequences, 4, 64, dtype), sequences, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [1, 40, 100, 520])
+def test_blocks_behind_the_window_may_hold_nan(dtype: torch.dtype, window: int) -> None:
+    sequences = paged_sequences(*RAGGED, dtype=dtype)
+    clean = PagedSequences(without_poison(sequences.kv), sequences.batch, sequences.query_lens)
+    q = queries(sequences, 4, 64, dtype)
+    assert torch.equal(attend(q, poisoned_behind(clean, window), window), attend(q, clean, window))
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])

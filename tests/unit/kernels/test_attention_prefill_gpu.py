@@ -14,7 +14,7 @@ from torch import Tensor
 from baton.kernels.attention import AttentionBatch, AttentionRule, reference
 from baton.kernels.kv_rows import kv_rows
 
-from .kernel_checks import assert_as_accurate, paged_sequences, without_poison
+from .kernel_checks import assert_as_accurate, paged_sequences, poisoned_behind, without_poison
 from .prefill_attention_inputs import LAYER, MIXED, on_device, queries
 
 pytestmark = pytest.mark.exhaustive
@@ -100,6 +100,15 @@ def test_values_may_have_another_width_than_keys(
 @pytest.mark.parametrize("window", [1, 20, 64, 100, 500])
 def test_a_window_hides_older_keys(gpu: ModuleType, triton_device: torch.device, window: int) -> None:
     check(gpu, [1, 70, 200], [150, 200, 200], triton_device, window=window)
+
+
+@pytest.mark.parametrize("window", [20, 64, 100])
+def test_blocks_behind_the_window_may_hold_nan(gpu: ModuleType, triton_device: torch.device, window: int) -> None:
+    sequences = on_device(paged_sequences([1, 70, 40], [150, 200, 40], head_dim=16), triton_device)
+    clean = replace(sequences, kv=without_poison(sequences.kv))
+    q, kv = queries(sequences.batch, 4, 16, torch.float32), poisoned_behind(clean, window).kv
+    result = attend(gpu, q, kv, sequences.batch, window=window)
+    assert torch.equal(result, attend(gpu, q, clean.kv, sequences.batch, window=window))
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])
@@ -288,6 +297,19 @@ def test_long_tiles_over_8_bit_caches_equal_the_reference(
     exact = reference.paged_attention(q.double(), clean.double(), LAYER, sequences.batch, rule)
     same = reference.paged_attention(q, clean.to(dtype), LAYER, sequences.batch, rule)
     assert_as_accurate(result, exact, same.to(dtype), 3.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("window", [20, 100, 128])
+def test_blocks_behind_the_window_of_long_tiles_may_hold_nan(
+    gpu: ModuleType, triton_device: torch.device, cache: torch.dtype, window: int
+) -> None:
+    sequences = on_device(paged_sequences(*LARGE, head_dim=128), triton_device)
+    clean = replace(sequences, kv=without_poison(sequences.kv).to(cache))
+    q, kv = queries(sequences.batch, 8, 128, torch.bfloat16), poisoned_behind(clean, window).kv
+    result = attend(gpu, q, kv, sequences.batch, window=window)
+    assert torch.equal(result, attend(gpu, q, clean.kv, sequences.batch, window=window))
 
 
 @pytest.mark.gpu

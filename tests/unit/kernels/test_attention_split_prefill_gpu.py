@@ -14,7 +14,7 @@ from baton.kernels.attention import AttentionBatch, AttentionRule, reference
 from baton.kernels.kv_rows import kv_rows
 
 from ...helpers.aot import compile_for_h200
-from .kernel_checks import assert_as_accurate, paged_sequences, without_poison
+from .kernel_checks import assert_as_accurate, paged_sequences, poisoned_behind, without_poison
 from .prefill_attention_inputs import LAYER, MIXED, on_device, queries
 
 few = pytest.importorskip("baton.kernels.attention.gpu.prefill_split_kv")
@@ -112,6 +112,15 @@ def test_heads_have_any_number_of_dimensions(
 @pytest.mark.parametrize("window", [1, 20, 64, 100, 500])
 def test_a_window_hides_older_keys(triton_device: torch.device, small_splits: None, window: int) -> None:
     check([1, 70, 20], [150, 200, 300], triton_device, 3, window=window)
+
+
+@pytest.mark.parametrize("window", [20, 100])
+def test_blocks_behind_the_window_may_hold_nan(triton_device: torch.device, small_splits: None, window: int) -> None:
+    sequences = on_device(paged_sequences([1, 20], [150, 200], head_dim=16), triton_device)
+    clean = replace(sequences, kv=without_poison(sequences.kv))
+    q, kv = queries(sequences.batch, 4, 16, torch.float32), poisoned_behind(clean, window).kv
+    result = attend(q, kv, sequences.batch, 3, window=window)
+    assert torch.equal(result, attend(q, clean.kv, sequences.batch, 3, window=window))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from baton.kernels.attention.gpu.decode_plan import DecodePlan, prepared
 
 from .attention_tma_cases import KERNELS, NARROW, WIDE, either_cache, queries_for, rule_for
 from .decode_attention_inputs import LAYER, RAGGED, decodes, drafted, queries
-from .kernel_checks import PagedSequences, assert_as_accurate, without_poison
+from .kernel_checks import PagedSequences, assert_as_accurate, poisoned_behind, without_poison
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.exhaustive
@@ -111,6 +111,16 @@ def test_a_window_begins_elsewhere_for_each_query(cache: torch.dtype, window: in
     sequences = drafted_on_hopper(dtype=cache)
     sinks = torch.linspace(-3, 3, 32, device="cuda")
     check(queries_for(sequences, 32), sequences, num_shares, window=window, sinks=sinks, soft_cap=20.0)
+
+
+@pytest.mark.gpu
+@either_cache
+@pytest.mark.parametrize("window", [1, 20, 64, 100])
+def test_blocks_behind_the_window_may_hold_nan(cache: torch.dtype, window: int) -> None:
+    for sequences in (on_hopper(LONG, dtype=cache), drafted_on_hopper(dtype=cache)):
+        clean = dataclasses.replace(sequences, kv=without_poison(sequences.kv))
+        q, poisoned = queries_for(sequences, 32), poisoned_behind(clean, window)
+        assert torch.equal(fetched(q, poisoned, 7, window=window), fetched(q, clean, 7, window=window))
 
 
 @pytest.mark.gpu

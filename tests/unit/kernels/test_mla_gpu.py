@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from baton.kernels.mla import gpu
-from baton.kernels.mla.gpu import expanded
+from baton.kernels.mla.gpu import absorbed, expanded
 from baton.kernels.mla.gpu.work_list import WorkTiles, plan_work
 
+from .kernel_checks import untouched_memory
 from .mla_cases import LAYER, SCALE, SMALL, latent_step, padded
 from .mla_writes import check_write, prepare, write
 
@@ -67,6 +68,26 @@ def test_padding_is_zero_and_changes_nothing(lengths: tuple[list[int], list[int]
 def test_half_precision_sums_in_float32(triton_device: torch.device) -> None:
     step = latent_step(*MIXED, triton_device, dtype=torch.float16)
     step.check(step.attend(prepare, gpu.mla_attention))
+
+
+def test_heads_may_lie_further_apart_than_32_bits_count(triton_device: torch.device) -> None:
+    """As in the projected queries of tens of thousands of tokens, which are stored head by head."""
+    step = latent_step([1, 1], [70, 20], triton_device, shape=dataclasses.replace(SMALL, num_heads=3))
+    batch = gpu.prepare(step.batch, num_heads=3, head_dim=step.q.shape[2])
+    (part,) = batch.prepared.absorbed
+    near = step.up.absorb(step.q[..., : SMALL.nope]).half()
+    apart, half = 1 << 30, 1 << 31
+    size = half + 2 * apart + near[0].numel()
+    memory = untouched_memory((size,), near.dtype) if near.is_cpu else near.new_zeros(size)
+    far = memory.as_strided(near.shape, (SMALL.rank, apart, 1), half)  # an offset that wraps finds zeros before it
+    far.copy_(near)
+    kv, q_rope = step.kv.half(), step.q[..., SMALL.nope :].half()
+    results = [near.new_empty(near.shape) for _ in range(2)]
+    for q_latent, out in zip((near, far), results, strict=True):
+        absorbed.latent_attention(
+            q_latent, q_rope, kv, LAYER, batch, part.work, part.tiles, scale=SCALE, out=out, pads=True
+        )
+    assert torch.equal(*results)
 
 
 @pytest.mark.slow
