@@ -235,10 +235,8 @@ def drain(
 
     try:
         ranks: list[int] = ask_directory(address, application, "drain_rank", rank)
-    except NoRayCluster as error:
+    except (NoRayCluster, NoSuchRank) as error:
         fail(str(error), code=1)
-    except NoSuchRank as error:
-        fail(str(error).splitlines()[-1], code=1)
     finally:
         leave()
     typer.echo(f"rank {spell_ranks(ranks)} is draining; Serve then starts another group in its place")

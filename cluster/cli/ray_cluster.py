@@ -235,4 +235,7 @@ def ask_directory(address: str, application: str, method: str, *args: Any) -> An
     except ValueError:
         reason = f"the cluster runs no application named {application!r}: see `serve status`, and give --app"
         raise NoRayCluster(reason) from None
-    return ray.get(getattr(directory, method).remote(*args))
+    try:
+        return ray.get(getattr(directory, method).remote(*args))
+    except ray.exceptions.RayTaskError as error:  # of a type that Ray makes, with a traceback as its message
+        raise error.cause from None
