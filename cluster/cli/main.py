@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import sys
@@ -250,14 +251,16 @@ def profile(
 ) -> None:
     """Profile the engines of an application with torch's profiler: one trace for each engine.
 
-    Traces are files on the engines' nodes; https://ui.perfetto.dev opens them. Engines are slower while they record.
+    Traces are files on the engines' nodes; https://ui.perfetto.dev opens them. Engines are slower while they record;
+    Ctrl-C ends the recording early.
     """
     from .ray_cluster import NoRayCluster, ask_directory, leave
 
     try:
         begun: list[EngineTrace] = ask_directory(address, application, "profile", True)
         typer.echo(f"recording {', '.join(trace.engine_id for trace in begun) or 'nothing: no engine answers'}")
-        time.sleep(seconds if begun else 0.0)
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(seconds if begun else 0.0)
         traces: list[EngineTrace] = ask_directory(address, application, "profile", False)
     except NoRayCluster as error:
         fail(str(error), code=1)
