@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray._private import services
 
-from baton.cluster.cli.ray_cluster import NoRayCluster, ask_directory, find_running, ray_environment
+from baton.cluster.cli.ray_cluster import NoRayCluster, ask_directory, connect, find_running, ray_environment
 from baton.cluster.membership.members import NoSuchRank
 
 from ...helpers.free_ports import free_port
@@ -102,3 +102,24 @@ def test_a_refusal_of_the_directory_is_its_own_message(monkeypatch: pytest.Monke
     monkeypatch.setattr(ray, "get", MagicMock(side_effect=from_ray.as_instanceof_cause()))
     with pytest.raises(NoSuchRank, match=f"^{re.escape(str(refusal))}$"):
         ask_directory("auto", "baton", "drain_rank", 7)
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (PermissionError(13, "Permission denied", "/home/nobody/.ray"), "token in ~/.ray: .* RAY_AUTH_TOKEN$"),
+        (PermissionError(13, "Permission denied", "/scratch/ray/session_1"), "logs are in /scratch/ray$"),
+        (RuntimeError("The current node timed out during startup"), "logs are in /scratch/ray$"),
+    ],
+)
+def test_a_cluster_that_does_not_start_says_where_to_look(
+    error: Exception, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ray_environment(joins=False):
+        monkeypatch.setenv(name, "")  # to be as it was afterwards
+    monkeypatch.setenv("HOME", "/home/nobody")
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch")
+    monkeypatch.setattr("ray._private.utils.set_sigterm_handler", None)
+    monkeypatch.setattr(ray, "init", MagicMock(side_effect=error))
+    with pytest.raises(NoRayCluster, match=f"does not start on this machine: {re.escape(str(error))}. Ray.*{hint}"):
+        connect(None)
