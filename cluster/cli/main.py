@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .bench import bench_app
-from .cli_common import DEFAULT_URL, ApiKey, Url, engine_args_from, fail, flat, new_group, stdout_console
+from .cli_common import (
+    DEFAULT_URL,
+    ENGINE_ARGS,
+    ApiKey,
+    EngineCommand,
+    Url,
+    engine_args_from,
+    fail,
+    flat,
+    new_group,
+    stdout_console,
+)
 from .options import PlanOptions, ServeOptions
 
 if TYPE_CHECKING:
@@ -66,7 +77,7 @@ def _mount_eval() -> None:
     app.add_typer(eval_app, name="eval", help="Check the answers of a running server.")
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(cls=EngineCommand, context_settings=ENGINE_ARGS)
 @flat
 def serve(context: typer.Context, options: ServeOptions) -> None:
     """Serve a model on this machine until Ctrl-C.
