@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .cli_common import ENGINE_ARGS, EngineCommand, JsonFile, engine_args_from, fail, flat, in_a_folder, new_group
+from .cli_common import (
+    ENGINE_ARGS,
+    WIDE,
+    EngineCommand,
+    JsonFile,
+    engine_args_from,
+    fail,
+    flat,
+    in_a_folder,
+    new_group,
+)
 from .load.options import InvalidLoad, ServeLoad, as_options
 from .options import (
     AutoscaleOptions,
@@ -66,7 +76,7 @@ def _report(result: Mapping[str, Any], file: Path | None) -> None:
 def _show(table: Table, result: object, file: Path | None) -> None:
     from rich.console import Console
 
-    Console().print(table)
+    Console(width=WIDE).print(table)  # a narrow terminal would cut its figures
     _write(result, file)
 
 
