@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -114,9 +115,13 @@ def stdout_console() -> Console:
 
 
 def in_a_folder(file: Path | None) -> Path | None:
-    """Check the path of a file to write, and return it. Raises `typer.BadParameter` if its folder does not exist."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder {file.absolute().parent} does not exist")
+    """Check the path of a file to write, and return it. Raises `typer.BadParameter` if it cannot be written."""
+    if file is not None:
+        folder = file.absolute().parent
+        if not folder.is_dir():
+            raise typer.BadParameter(f"the folder {folder} does not exist")
+        if not os.access(file if file.exists() else folder, os.W_OK):
+            raise typer.BadParameter(f"{file.absolute()} cannot be written by this user")
     return file
 
 

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from baton.cluster.cli.bench import bench_app
-from baton.cluster.cli.cli_common import engine_args_from
+from baton.cluster.cli.cli_common import engine_args_from, in_a_folder
 from baton.cluster.cli.main import app
 from baton.cluster.cli.options import ServeOptions
 from baton.cluster.cli.serve import application_spec, commands_for
@@ -96,3 +96,20 @@ def test_a_second_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         engine_args_from(parsed(app, "serve", "--max-num-seqs 3 MODEL OTHER").args)
     assert "unexpected argument 'OTHER'" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    def access(path: Path, mode: int) -> bool:
+        asked.append(path)
+        return False
+
+    monkeypatch.setattr("baton.cluster.cli.cli_common.os.access", access)
+    (tmp_path / "old.json").touch()
+    for name in ("new.json", "old.json"):
+        with pytest.raises(typer.BadParameter, match=f"{name} cannot be written"):
+            in_a_folder(tmp_path / name)
+    assert asked == [tmp_path, tmp_path / "old.json"]
