@@ -28,6 +28,7 @@ SYLLABLES = [f" {first}{second}" for first in CONSONANTS for second in CONSONANT
 TOKENS_PER_PAIR = 5  # two of the key, two of the value, newline
 TOKENS_PER_QUESTION = 3  # "?", two of the key
 TOKENS_PER_ANSWER = 2
+MOST_TOKENS = TOKENS_PER_QUESTION + TOKENS_PER_PAIR * len(SYLLABLES) ** 2  # a list that has every key
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,13 @@ class RecallServer:
     """The server under test. `api` is `completions` (the plain text) or `chat` (the text as one user message)."""
 
     base_url: str
-    model: str | None
+    model: str
     api_key: str | None
     api: str
 
-    async def ask(self, client: httpx.AsyncClient, model: str, question: Question) -> tuple[str, int, str]:
+    async def ask(self, client: httpx.AsyncClient, question: Question) -> tuple[str, int, str]:
         """Return the answer's text, the prompt's tokens, and the server's x-baton-path. Raises `httpx.HTTPError`."""
-        body: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": TOKENS_PER_ANSWER}
+        body: dict[str, Any] = {"model": self.model, "temperature": 0, "max_tokens": TOKENS_PER_ANSWER}
         if self.api == "chat":
             body["messages"] = [{"role": "user", "content": question.prompt}]
             response = await client.post("/v1/chat/completions", json=body)
@@ -86,10 +87,7 @@ def make_questions(lengths: Sequence[int], samples: int, seed: int) -> list[Ques
 async def evaluate(
     server: RecallServer, questions: Sequence[Question], concurrency: int, progress: Progress
 ) -> dict[str, Any]:
-    """Ask all questions, `concurrency` at a time. A failed request counts as an error and as a wrong answer.
-
-    Raises `httpx.HTTPError` if the server does not list its models.
-    """
+    """Ask all questions, `concurrency` at a time. A failed request counts as an error and as a wrong answer."""
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     tallies = {question.length: RecallTally() for question in sorted(questions, key=lambda q: q.length)}
     paths: Counter[str] = Counter()
@@ -98,13 +96,12 @@ async def evaluate(
     base_url = server.base_url.rstrip("/").removesuffix("/v1")
 
     async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=TIMEOUT_S) as client:
-        model = server.model or (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
 
         async def ask(question: Question) -> None:
             tally = tallies[question.length]
             async with gate:
                 try:
-                    text, prompt_tokens, path = await server.ask(client, model, question)
+                    text, prompt_tokens, path = await server.ask(client, question)
                 except httpx.HTTPError as error:
                     tally.errors += 1
                     progress.console.print(f"[red]{question.length} tokens: {error!r}")
@@ -123,7 +120,7 @@ async def evaluate(
         "errors": sum(tally.errors for tally in tallies.values()),
         "by_length": {str(length): tally.summary() for length, tally in tallies.items()},
         "paths": dict(paths),
-        "model": model,
+        "model": server.model,
         "api": server.api,
     }
 
@@ -134,7 +131,7 @@ def make_pair(rng: random.Random) -> tuple[str, str]:
 
 
 def make_question(rng: random.Random, num_tokens: int) -> tuple[str, str]:
-    """Make a prompt of about `num_tokens` tokens (at least one pair and the question), and its correct answer."""
+    """Make a prompt of about `num_tokens` tokens (one pair at least, `MOST_TOKENS` at most), and its correct answer."""
     pairs: dict[str, str] = {}
     wanted = max(1, (num_tokens - TOKENS_PER_QUESTION) // TOKENS_PER_PAIR)
     while len(pairs) < wanted:

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .cli_common import JsonFile, engine_args_from, fail, flat, in_a_folder, new_group
+from .cli_common import (
+    ENGINE_ARGS,
+    WIDE,
+    EngineCommand,
+    JsonFile,
+    engine_args_from,
+    fail,
+    flat,
+    in_a_folder,
+    new_group,
+)
 from .load.options import InvalidLoad, ServeLoad, as_options
 from .options import (
     AutoscaleOptions,
@@ -29,8 +39,6 @@ if TYPE_CHECKING:
     from baton.cluster.simulation.traffic import TrafficShape
 
 bench_app = new_group()
-
-ENGINE_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 ReportFile = Annotated[
     Path | None,
@@ -68,7 +76,7 @@ def _report(result: Mapping[str, Any], file: Path | None) -> None:
 def _show(table: Table, result: object, file: Path | None) -> None:
     from rich.console import Console
 
-    Console().print(table)
+    Console(width=WIDE).print(table)  # a narrow terminal would cut its figures
     _write(result, file)
 
 
@@ -77,7 +85,7 @@ def _write(result: object, file: Path | None) -> None:
         file.write_text(json.dumps(result, indent=2) + "\n")
 
 
-@bench_app.command(context_settings=ENGINE_ARGS)
+@bench_app.command(cls=EngineCommand, context_settings=ENGINE_ARGS)
 @flat
 def throughput(context: typer.Context, model: Model, options: ThroughputOptions, json_file: JsonFile = None) -> None:
     """Measure the throughput of one engine that gets all prompts at once, in requests and tokens per second.
@@ -93,7 +101,7 @@ def throughput(context: typer.Context, model: Model, options: ThroughputOptions,
     _report(result, json_file)
 
 
-@bench_app.command(context_settings=ENGINE_ARGS)
+@bench_app.command(cls=EngineCommand, context_settings=ENGINE_ARGS)
 @flat
 def latency(context: typer.Context, model: Model, options: LatencyOptions, json_file: JsonFile = None) -> None:
     """Measure the latency of one batch in one engine: seconds from the first prompt token to the last output token."""
@@ -112,7 +120,7 @@ def latency(context: typer.Context, model: Model, options: LatencyOptions, json_
     _report(result, json_file)
 
 
-@bench_app.command(context_settings=ENGINE_ARGS)
+@bench_app.command(cls=EngineCommand, context_settings=ENGINE_ARGS)
 @flat
 def drafts(context: typer.Context, model: Model, options: DraftsOptions, json_file: JsonFile = None) -> None:
     """Measure decode with speculative decoding in one engine, compared with the same engine without.
@@ -139,7 +147,7 @@ def drafts(context: typer.Context, model: Model, options: DraftsOptions, json_fi
     _report(result, json_file)
 
 
-@bench_app.command(context_settings=ENGINE_ARGS)
+@bench_app.command(cls=EngineCommand, context_settings=ENGINE_ARGS)
 def soak(
     context: typer.Context,
     model: Model,
@@ -159,7 +167,7 @@ def soak(
     _report(result, json_file)
 
 
-@bench_app.command(context_settings=ENGINE_ARGS)
+@bench_app.command(cls=EngineCommand, context_settings=ENGINE_ARGS)
 def startup(
     context: typer.Context,
     model: Model,

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 from urllib.parse import urlsplit
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -114,9 +115,13 @@ def stdout_console() -> Console:
 
 
 def in_a_folder(file: Path | None) -> Path | None:
-    """Check the path of a file to write, and return it. Raises `typer.BadParameter` if its folder does not exist."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"the folder {file.absolute().parent} does not exist")
+    """Check the path of a file to write, and return it. Raises `typer.BadParameter` if it cannot be written."""
+    if file is not None:
+        folder = file.absolute().parent
+        if not folder.is_dir():
+            raise typer.BadParameter(f"the folder {folder} does not exist")
+        if not os.access(file if file.exists() else folder, os.W_OK):
+            raise typer.BadParameter(f"{file.absolute()} cannot be written by this user")
     return file
 
 
@@ -124,6 +129,49 @@ JsonFile = Annotated[
     Path | None,
     typer.Option("--json", dir_okay=False, callback=in_a_folder, help="Also write the result to this file, as JSON."),
 ]
+
+
+ENGINE_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # of commands of the next class
+
+
+class EngineCommand(TyperCommand):
+    """A command that takes engine arguments as options, too, before and after its model and its own options.
+
+    Its `context.args` are words for `engine_args_from`.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options: list[Any] = self.get_params(ctx)
+        has_value = {name: not each.is_flag for each in options for name in _names(each)}
+        own: list[str] = []
+        of_engine: list[str] = []
+        rest = list(args)
+        while rest and rest[0] != "--":
+            word = rest.pop(0)
+            name, is_whole, _ = word.partition("=")
+            is_own = name in has_value or not word.startswith("--")
+            taken = own if is_own else of_engine
+            taken.append(word)
+            if rest and not is_whole and (has_value.get(name) if is_own else _is_value(rest[0], name)):
+                taken.append(rest.pop(0))
+        unexpected = super().parse_args(ctx, [*own, *rest])
+        ctx.args = [*unexpected, *of_engine]
+        return list(ctx.args)
+
+
+def _names(parameter: Any) -> list[str]:
+    is_option = parameter.param_type_name == "option"
+    return [*parameter.opts, *parameter.secondary_opts] if is_option else []
+
+
+def _is_value(word: str, option: str) -> bool:
+    """Return whether a word that follows an engine argument is its value; one that is true or false needs none."""
+    from baton.engine.config import EngineArguments
+
+    name = option.removeprefix("--").replace("-", "_")
+    field = EngineArguments.model_fields.get(name.removeprefix("no_"))
+    is_switch = field is not None and field.annotation in (bool, bool | None)
+    return word.lower() in ("true", "false") if is_switch else not word.startswith("--")
 
 
 def engine_args_from(words: list[str]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from baton.cluster.recall import RecallServer, evaluate, make_questions
+from baton.cluster.recall import MOST_TOKENS, RecallServer, evaluate, make_questions
 
 from .cli_common import DEFAULT_URL, ApiKey, JsonFile, fail, flat, http_url, new_group
-from .http_client import reason
+from .http_client import ModelList, decoded, gateway_client, reason
 
 eval_app = new_group()
 LENGTHS = (64, 128, 256, 512, 1000, 1500, 2000)
@@ -62,10 +62,14 @@ def recall(options: RecallOptions, json_file: JsonFile = None) -> None:
         wanted = [int(n) for n in options.lengths.split(",")]
     except ValueError:
         fail(f"--lengths {options.lengths}: give whole numbers with commas between them, such as 64,512")
+    if max(wanted) > MOST_TOKENS:
+        fail(f"--lengths {max(wanted)}: give {MOST_TOKENS} at most: longer lists would need more keys than there are")
     questions = make_questions(wanted, options.samples, options.seed)
-    server = RecallServer(options.url, options.model, options.api_key, options.api)
     console, start = Console(stderr=True), time.perf_counter()
     try:
+        with gateway_client(options.url, options.api_key) as client:
+            model = options.model or decoded(client.get("/v1/models"), ModelList).data[0].id
+        server = RecallServer(options.url, model, options.api_key, options.api)
         with Progress(console=console, transient=True) as progress:
             result = asyncio.run(evaluate(server, questions, options.concurrency, progress))
     except httpx.HTTPError as error:

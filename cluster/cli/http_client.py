@@ -307,5 +307,10 @@ def reason(url: str, error: httpx.HTTPError) -> str:
         except (ValueError, KeyError, TypeError):
             return f"{error.request.url} answers with {error.response.status_code}, not as Baton does: {ANOTHERS}"
     if isinstance(error, httpx.TransportError):
-        return f"no answer from {url} ({error}); is `baton serve` running there?"
+        return no_answer(url, error)
     return str(error)
+
+
+def no_answer(url: str, why: object) -> str:
+    """Say that no server answers, and why."""
+    return f"no answer from {url} ({why}); is `baton serve` running there?"

@@ -26,7 +26,7 @@ import httpx
 import msgspec
 
 from baton.cluster.contracts import LoadBalancing
-from baton.cluster.disks import full_disks
+from baton.cluster.disks import default_ray_folder, full_disks
 from baton.cluster.planning.model_checks import WeightsCheck
 from baton.cluster.spec import REPLICA_CPUS, FleetSpec, InvalidSpec
 from baton.engine.net.sockets import endpoint
@@ -347,7 +347,7 @@ def _log_folder() -> str:
     from ray._private import worker
 
     node = worker.global_worker.node
-    return node.get_logs_dir_path() if node is not None else "/tmp/ray/session_latest/logs"
+    return node.get_logs_dir_path() if node is not None else f"{default_ray_folder()}/session_latest/logs"
 
 
 @contextlib.contextmanager

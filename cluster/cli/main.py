@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import sys
@@ -12,7 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .bench import bench_app
-from .cli_common import DEFAULT_URL, ApiKey, Url, engine_args_from, fail, flat, new_group, stdout_console
+from .cli_common import (
+    DEFAULT_URL,
+    ENGINE_ARGS,
+    ApiKey,
+    EngineCommand,
+    Url,
+    engine_args_from,
+    fail,
+    flat,
+    new_group,
+    stdout_console,
+)
 from .options import PlanOptions, ServeOptions
 
 if TYPE_CHECKING:
@@ -65,7 +77,7 @@ def _mount_eval() -> None:
     app.add_typer(eval_app, name="eval", help="Check the answers of a running server.")
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(cls=EngineCommand, context_settings=ENGINE_ARGS)
 @flat
 def serve(context: typer.Context, options: ServeOptions) -> None:
     """Serve a model on this machine until Ctrl-C.
@@ -235,10 +247,8 @@ def drain(
 
     try:
         ranks: list[int] = ask_directory(address, application, "drain_rank", rank)
-    except NoRayCluster as error:
+    except (NoRayCluster, NoSuchRank) as error:
         fail(str(error), code=1)
-    except NoSuchRank as error:
-        fail(str(error).splitlines()[-1], code=1)
     finally:
         leave()
     typer.echo(f"rank {spell_ranks(ranks)} is draining; Serve then starts another group in its place")
@@ -252,14 +262,16 @@ def profile(
 ) -> None:
     """Profile the engines of an application with torch's profiler: one trace for each engine.
 
-    Traces are files on the engines' nodes; https://ui.perfetto.dev opens them. Engines are slower while they record.
+    Traces are files on the engines' nodes; https://ui.perfetto.dev opens them. Engines are slower while they record;
+    Ctrl-C ends the recording early.
     """
     from .ray_cluster import NoRayCluster, ask_directory, leave
 
     try:
         begun: list[EngineTrace] = ask_directory(address, application, "profile", True)
         typer.echo(f"recording {', '.join(trace.engine_id for trace in begun) or 'nothing: no engine answers'}")
-        time.sleep(seconds if begun else 0.0)
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(seconds if begun else 0.0)
         traces: list[EngineTrace] = ask_directory(address, application, "profile", False)
     except NoRayCluster as error:
         fail(str(error), code=1)

@@ -29,6 +29,8 @@ from baton.engine.hf_config.checkpoint import has_weights
 from baton.engine.hf_config.errors import HubUnreachable, ModelNotFetched
 from baton.engine.hf_config.hub import Files, is_hub_name
 
+from .cli_common import WidestThatFits
+
 
 def print_plan(console: Console, name: str, plan: Plan) -> None:
     spec, machines = plan.spec, plan.machines
@@ -75,18 +77,25 @@ def _placement(plan: Plan) -> Table:
     return table
 
 
-def _memory(plan: Plan) -> Table:
-    table = Table(title="Memory of each worker, GB", title_justify="left")
+def _memory(plan: Plan) -> WidestThatFits:
+    """Tabulate the memory of each fleet's workers, with a row for each fleet, or a column where that is too wide."""
     sizes = ("weights", "step (estimated)", "KV")
-    counts = ("KV blocks", "max_model_len", "requests of an engine", "of a step", "tokens of a step")
-    for column in ("role", "device", *sizes, *counts):
-        table.add_column(column, justify="left" if column in ("role", "device") else "right")
+    counts = ("KV blocks", "max_model_len", "requests of an engine", "requests of a step", "tokens of a step")
+    lines: list[tuple[str, ...]] = [("role", "device", *sizes, *counts)]
     for fleet in plan.fleets:
         gigabytes = (f"{size / GB:.2f}" for size in (fleet.weights, fleet.step, fleet.kv))
         counted = (fleet.num_blocks, fleet.max_model_len, fleet.num_requests(plan.traffic))
         numbers = map(str, (*counted, fleet.steps.max_num_seqs, fleet.steps.max_num_batched_tokens))
-        table.add_row(fleet.role, fleet.device, *gigabytes, *numbers)
-    return table
+        lines.append((fleet.role, fleet.device, *gigabytes, *numbers))
+    tables = []
+    for heads, *rows in (lines, list(zip(*lines, strict=True))):
+        table = Table(title="Memory of each worker, GB", title_justify="left")
+        for head in heads:
+            table.add_column(head, justify="left" if head in ("role", "device") else "right")
+        for row in rows:
+            table.add_row(*row)
+        tables.append(table)
+    return WidestThatFits(*tables)
 
 
 def _arenas(plan: Plan) -> Table:

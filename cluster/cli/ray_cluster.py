@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from baton.cluster.disks import default_ray_folder
 from baton.cluster.spec import FleetSpec
 from baton.engine.net.sockets import split_endpoint
 
@@ -57,8 +58,12 @@ def connect(address: str | None, **own: Any) -> None:
         with _sigterm_kept():
             ray.init(**{"address": "local", "logging_level": logging.ERROR, "log_to_driver": False} | options)
     except Exception as error:  # Ray's errors have no common type
-        what = "Ray does not start on this machine" if address is None else f"cannot join the Ray cluster at {address}"
-        raise NoRayCluster(f"{what}: {error}") from error
+        if address is not None:
+            raise NoRayCluster(f"cannot join the Ray cluster at {address}: {error}") from error
+        hint = f"Ray's logs are in {default_ray_folder()}"
+        if isinstance(error, OSError) and error.filename and TOKEN_FILE.expanduser().is_relative_to(error.filename):
+            hint = "Ray keeps its token in ~/.ray: let this user write there, or give one as RAY_AUTH_TOKEN"
+        raise NoRayCluster(f"Ray does not start on this machine: {error}. {hint}") from error
 
 
 def ray_environment(*, joins: bool) -> dict[str, str]:
@@ -235,4 +240,7 @@ def ask_directory(address: str, application: str, method: str, *args: Any) -> An
     except ValueError:
         reason = f"the cluster runs no application named {application!r}: see `serve status`, and give --app"
         raise NoRayCluster(reason) from None
-    return ray.get(getattr(directory, method).remote(*args))
+    try:
+        return ray.get(getattr(directory, method).remote(*args))
+    except ray.exceptions.RayTaskError as error:  # of a type that Ray makes, with a traceback as its message
+        raise error.cause from None

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.status import Status
 
 from baton.cluster.contracts import LoadBalancing
-from baton.cluster.disks import full_disks
+from baton.cluster.disks import default_ray_folder, full_disks
 from baton.cluster.logs import configure
 from baton.cluster.planning.model_checks import WeightsCheck, needs_weights
 from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec
@@ -175,7 +175,9 @@ class Session:
         self._display.close()
         kill_descendants()
         if not asked:
-            print_error("the Ray cluster has ended: a process that it needs is gone. Ray's logs are in /tmp/ray")
+            print_error(
+                f"the Ray cluster has ended: a process that it needs is gone. Ray's logs are in {default_ray_folder()}"
+            )
         self._console.print(ALL_STOPPED)
         sys.stdout.flush()
         os._exit(self._stop.code if asked else 1)

@@ -286,7 +286,7 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for rank in self._running:
+        for rank in reversed(self._running):  # readers first: they would report that the holder is lost
             rank.process.kill()
             rank.process.join()
 

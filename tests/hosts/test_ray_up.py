@@ -22,7 +22,7 @@ DESK = "desk"  # the host of the person who types the commands
 MACHINES = ("m1", "m2", "m3")
 UP_S = 120.0
 READY_S = 150.0
-GONE_S = 120.0  # a minute on a machine with nothing else to do
+GONE_S = 120.0  # a minute at least: for so long Ray's agents try to tell the head that their raylet has ended
 # Ray's workers end after so long without the head; the default is a minute.
 SMALL_MACHINE = "UCX_TLS=tcp UCX_NET_DEVICES=eth0 OMP_NUM_THREADS=1 RAY_gcs_rpc_server_reconnect_timeout_s=5"
 KEY = ".ssh/id_ed25519"

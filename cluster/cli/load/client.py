@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 from rich.progress import Progress
 
-from baton.cluster.cli.http_client import ModelList
+from baton.cluster.cli.http_client import ANOTHERS, ModelList, no_answer
 from baton.engine.core.speculation.stats import DraftCounts
 from baton.engine.hf_config.errors import ModelNotFetched
 from baton.engine.hf_config.hub import Files, model_folder
@@ -116,7 +116,11 @@ async def _measure(load: ServeLoad) -> list[dict[str, Any]]:
             plans = []
             for number, level in enumerate(load.levels()):  # each run has other prompts, so that it hits no cache
                 plans.append((level, await load_requests(dataclasses.replace(level, seed=level.seed + number), tokens)))
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+        except msgspec.MsgspecError as error:
+            raise ServerUnfit(f"{load.server} answers, but not as OpenAI's API says ({error}): {ANOTHERS}") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+                raise ServerUnfit(no_answer(load.server, error.os_error)) from error
             raise ServerUnfit(f"{load.server}: {error or type(error).__name__}") from error
         return [await _run(client, model, requests, level) for level, requests in plans]
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from baton.cluster.cli.http_client import print_ranks
 from baton.cluster.cli.local_application import last_error
 from baton.cluster.cli.serve import PortTaken, claimed_ports
+from baton.cluster.contracts import EngineTrace
 from baton.cluster.spec import FleetSpec, load_spec
 
 from ...helpers.baton_command import run_baton
@@ -373,3 +374,22 @@ def test_of_a_traceback_the_last_error_is_shown() -> None:
     )
     assert last_error(message) == "baton.WeightsError: no files;\ngive some"
     assert last_error("waiting for resources") == "waiting for resources"
+
+
+def test_ctrl_c_ends_a_recording_of_engines_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = EngineTrace("decode-1", "10.0.0.1", "/tmp/trace.json.gz", seconds=0.4)
+    calls = []
+
+    def ask(address: str, application: str, method: str, start: bool) -> list[EngineTrace]:
+        calls.append(start)
+        return [trace]
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("baton.cluster.cli.ray_cluster.ask_directory", ask)
+    monkeypatch.setattr("baton.cluster.cli.ray_cluster.leave", lambda: None)
+    monkeypatch.setattr("baton.cluster.cli.main.time.sleep", interrupted)
+    done = run_baton("profile", "--seconds", "60")
+    assert (calls, done.returncode) == ([True, False], 0)
+    assert "decode-1: 0.4 s" in done.stdout

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+import ray
 from ray._private import services
 
-from baton.cluster.cli.ray_cluster import NoRayCluster, find_running, ray_environment
+from baton.cluster.cli.ray_cluster import NoRayCluster, ask_directory, connect, find_running, ray_environment
+from baton.cluster.membership.members import NoSuchRank
 
 from ...helpers.free_ports import free_port
 
@@ -88,3 +92,34 @@ def test_a_cluster_is_joined_with_the_token_that_is_here_and_without_one_where_t
         monkeypatch.setenv(token, "abc")
     assert ray_environment(joins=True).get("RAY_AUTH_MODE") == (None if token is None else "token")
     assert ray_environment(joins=False)["RAY_AUTH_MODE"] == "token", "a cluster of our own has one"
+
+
+def test_a_refusal_of_the_directory_is_its_own_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = NoSuchRank("there is no rank 7 now; there are: 0, 1")
+    from_ray = ray.exceptions.RayTaskError("drain_rank", f"Traceback\nNoSuchRank: {refusal}", refusal)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_actor", MagicMock())
+    monkeypatch.setattr(ray, "get", MagicMock(side_effect=from_ray.as_instanceof_cause()))
+    with pytest.raises(NoSuchRank, match=f"^{re.escape(str(refusal))}$"):
+        ask_directory("auto", "baton", "drain_rank", 7)
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (PermissionError(13, "Permission denied", "/home/nobody/.ray"), "token in ~/.ray: .* RAY_AUTH_TOKEN$"),
+        (PermissionError(13, "Permission denied", "/scratch/ray/session_1"), "logs are in /scratch/ray$"),
+        (RuntimeError("The current node timed out during startup"), "logs are in /scratch/ray$"),
+    ],
+)
+def test_a_cluster_that_does_not_start_says_where_to_look(
+    error: Exception, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ray_environment(joins=False):
+        monkeypatch.setenv(name, "")  # to be as it was afterwards
+    monkeypatch.setenv("HOME", "/home/nobody")
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch")
+    monkeypatch.setattr("ray._private.utils.set_sigterm_handler", None)
+    monkeypatch.setattr(ray, "init", MagicMock(side_effect=error))
+    with pytest.raises(NoRayCluster, match=f"does not start on this machine: {re.escape(str(error))}. Ray.*{hint}"):
+        connect(None)

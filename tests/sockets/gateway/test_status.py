@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 from collections.abc import Callable
+
+import pytest
 
 from baton.cluster.contracts import Role
 
 from ...helpers.baton_command import run_baton
+from ...helpers.free_ports import free_port
 from ...helpers.gateway_service import Service
 
 
@@ -53,7 +57,17 @@ async def test_without_a_gateway_the_json_output_is_empty(start: Callable[..., S
     assert "secret" not in taken.stdout
 
 
-async def test_a_server_that_is_no_gateway_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("status", "{}/v1/cluster/ranks answers, but not as Baton does"),
+        ("top", "{}/v1/cluster/ranks answers, but not as Baton does"),
+        ("chat", "{}/v1/models answers, but not as Baton does"),
+        ("eval recall", "{}/v1/models answers, but not as Baton does"),
+        ("bench serve", "{} answers, but not as OpenAI's API says"),
+    ],
+)
+async def test_a_server_that_is_no_gateway_is_an_error(command: str, said: str) -> None:
     async def say_something_else(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\nconnection: close\r\n\r\n<html/>")
@@ -61,6 +75,20 @@ async def test_a_server_that_is_no_gateway_is_an_error() -> None:
 
     async with await asyncio.start_server(say_something_else, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        done = await status(url)
+        done = await asyncio.to_thread(run_baton, *command.split(), "--url", url)
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"error: {url}/v1/cluster/ranks answers, but not as Baton does" in done.stderr
+    assert f"error: {said.format(url)}" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["status", "top", "chat", "eval recall", "bench serve"])
+def test_where_no_server_is_every_command_says_so(command: str) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    done = run_baton(*command.split(), "--url", url)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.search(rf"error: no answer from {url} \(.*\); is `baton serve` running there\?\n$", done.stderr)
+
+
+def test_lists_longer_than_the_keys_allow_are_refused() -> None:
+    done = run_baton("eval", "recall", "--lengths", "64,400000")
+    assert done.returncode == 2
+    assert "--lengths 400000: give 327683 at most" in done.stderr

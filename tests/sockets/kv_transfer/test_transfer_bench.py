@@ -17,13 +17,14 @@ LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_the_bench_measures_the_connector_and_raw_nixl() -> None:
+def test_the_bench_measures_the_connector_and_raw_nixl(capfd: pytest.CaptureFixture[str]) -> None:
     result = measure(LAYOUT, TransferCase(num_tokens=(32, 100), in_flight=(2,), repeats=2, run_blocks=2))
     short, long = result["rows"]
     assert (short["num_bytes"], long["num_bytes"]) == (4 * LAYOUT.block_bytes, 14 * LAYOUT.block_bytes)
     assert short["descriptors"] == 2  # two prompts, each one run of two blocks
     assert all(row["gb_per_s"] > 0 and row["raw_gb_per_s"] > 0 and row["ratio"] > 0 for row in result["rows"])
     assert len(table(result).splitlines()) == 3
+    assert "is lost" not in capfd.readouterr().err, "one side outlived the other, and took it for lost"
 
 
 @pytest.mark.slow

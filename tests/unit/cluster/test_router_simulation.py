@@ -307,3 +307,11 @@ def test_a_hot_prefix_does_not_overload_one_engine_with_any_number_of_gateways(n
     answered = [engine.stats.generation_tokens for engine in replay.engines]
     assert max(answered) < 2 * sum(answered) / len(answered)
     assert report.hit_rate > 0.9, "each engine should compute the prefix about once"
+
+
+def test_no_figure_of_the_table_is_cut() -> None:
+    words = ["bench", "router", "--num-prompts", "20", "--unified", "2", "--policy", "exact"]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    assert "│ shared" in done.stdout
+    assert "…" not in done.stdout

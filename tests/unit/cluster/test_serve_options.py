@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from baton.cluster.cli.bench import bench_app
+from baton.cluster.cli.cli_common import engine_args_from, in_a_folder
+from baton.cluster.cli.main import app
 from baton.cluster.cli.options import ServeOptions
 from baton.cluster.cli.serve import application_spec, commands_for
 
@@ -52,3 +56,60 @@ def test_suggested_commands_have_the_key_option_if_a_key_is_required() -> None:
     where = ("baton", "http://127.0.0.1:8000", "192.0.2.1:6379")
     assert commands_for(*where, open_to_all)[0] == "baton status --url http://127.0.0.1:8000"
     assert commands_for(*where, keyed)[0] == 'baton status --url http://127.0.0.1:8000 --api-key "$KEY"'
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "engine"),
+    [
+        ("MODEL --max-num-seqs 3", {"model": "MODEL"}, {"max_num_seqs": 3}),
+        ("--max-num-seqs 3 MODEL", {"model": "MODEL"}, {"max_num_seqs": 3}),
+        ("--max-num-seqs=3 --dtype float32 MODEL", {"model": "MODEL"}, {"max_num_seqs": 3, "dtype": "float32"}),
+        ("--config FILE --max-num-seqs 3", {"model": None, "config": Path("FILE")}, {"max_num_seqs": 3}),
+        ("--max-num-seqs 3 --ep --port 9000", {"model": None, "ep": True, "port": 9000}, {"max_num_seqs": 3}),
+        ("--enforce-eager MODEL", {"model": "MODEL"}, {"enforce_eager": True}),
+        ("--no-enable-prefix-caching MODEL", {"model": "MODEL"}, {"enable_prefix_caching": False}),
+        ("--enable-prefix-caching False MODEL", {"model": "MODEL"}, {"enable_prefix_caching": False}),
+        ("--swap-space 4 MODEL", {"model": "MODEL"}, {"swap_space": 4}),
+        ("--max-num-seqs 3 -- --MODEL", {"model": "--MODEL"}, {"max_num_seqs": 3}),
+    ],
+)
+def test_engine_arguments_may_stand_before_and_after_the_model(
+    words: str, own: dict[str, Any], engine: dict[str, Any]
+) -> None:
+    context = parsed(app, "serve", words)
+    assert {name: context.params[name] for name in own} == own
+    assert engine_args_from(context.args) == engine
+
+
+def parsed(group: typer.Typer, command: str, words: str) -> Any:
+    of_group: Any = typer.main.get_command(group)
+    return of_group.commands[command].make_context(command, words.split())
+
+
+def test_measurements_take_engine_arguments_before_the_model_too() -> None:
+    for command in ("throughput", "latency", "drafts", "soak", "startup"):
+        context = parsed(bench_app, command, "--dtype float32 --json out.json MODEL")
+        assert (context.params["model"], engine_args_from(context.args)) == ("MODEL", {"dtype": "float32"})
+
+
+def test_a_second_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        engine_args_from(parsed(app, "serve", "--max-num-seqs 3 MODEL OTHER").args)
+    assert "unexpected argument 'OTHER'" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    def access(path: Path, mode: int) -> bool:
+        asked.append(path)
+        return False
+
+    monkeypatch.setattr("baton.cluster.cli.cli_common.os.access", access)
+    (tmp_path / "old.json").touch()
+    for name in ("new.json", "old.json"):
+        with pytest.raises(typer.BadParameter, match=f"{name} cannot be written"):
+            in_a_folder(tmp_path / name)
+    assert asked == [tmp_path, tmp_path / "old.json"]

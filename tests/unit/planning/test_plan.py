@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
+from baton.cluster.cli.plan import print_plan
 from baton.cluster.contracts import Role
 from baton.cluster.planning.plan import GB, Machines, Plan, Traffic, make_plan
 from baton.cluster.planning.sizing import handoff_bytes
@@ -296,6 +299,17 @@ def test_output_to_a_pipe_is_neither_cut_nor_wrapped() -> None:
     assert any(all(heading in line for heading in headings) for line in lines)
     (bandwidth,) = [line for line in lines if line.startswith("At 1 request a second")]
     assert bandwidth.endswith("to each decode worker")
+
+
+def test_a_plan_is_whole_in_a_narrow_terminal() -> None:
+    (spec,) = specs_in_file(CONFIGS / "serve/prefill_decode.yaml", model=str(CONFIGS / "models/qwen3-32b")).values()
+    told = io.StringIO()
+    print_plan(Console(file=told, width=80), "baton", make_plan(spec, Machines(), Traffic()))
+    lines = told.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in told.getvalue(), "nothing is cut"
+    (blocks,) = (line for line in lines if "KV blocks" in line)
+    assert all(str(fleet.num_blocks) in blocks for fleet in make_plan(spec, Machines(), Traffic()).fleets)
 
 
 def test_the_plan_prints_its_assumptions_about_nodes() -> None:
