@@ -57,13 +57,17 @@ def test_pages_are_read_16_bytes_at_a_time_and_ahead_of_their_use(rows: int, num
     assert "cp.async" in compiled.ptx
 
 
-def test_long_prompts_run_on_warp_groups_with_tiles_fetched_by_the_copy_engine() -> None:
-    constexprs = {"NOPE": 128, "ROPE": 64, "VALUE": 128, "QUERIES": 128, "KEYS": dense.KEYS}
+@pytest.mark.parametrize(("nope", "value"), [(128, 128), (192, 256)])
+def test_long_prompts_run_on_warp_groups_with_tiles_fetched_by_the_copy_engine(nope: int, value: int) -> None:
+    rest = dense.parts_of(nope)[1]
+    constexprs = {"NOPE": 128, "REST": rest, "ROPE": 64, "VALUE": value, "QUERIES": 128, "KEYS": dense.KEYS}
     boxes = {
         "q_nope_boxes": (128, 128),
+        "q_rest_boxes": (128, 64),
         "q_rope_boxes": (128, 64),
         "k_nope_boxes": (dense.KEYS, 128),
-        "value_boxes": (dense.KEYS, 128),
+        "k_rest_boxes": (dense.KEYS, 64),
+        "value_boxes": (dense.KEYS, value),
         "k_rope_boxes": (dense.KEYS, 64),
     }
     types = {name: f"tensordesc<bf16[{rows}, {columns}]>" for name, (rows, columns) in boxes.items()}
@@ -71,7 +75,8 @@ def test_long_prompts_run_on_warp_groups_with_tiles_fetched_by_the_copy_engine()
         dense.dense_attention_kernel,
         signature(dense.dense_attention_kernel, constexprs, **types),
         constexprs,
-        **dense.OPTIONS,
+        num_warps=dense.NUM_WARPS,
+        num_stages=dense.num_stages(nope, value),
     )
     assert compiled.wgmma
     assert "cp.async.bulk.tensor" in compiled.ptx

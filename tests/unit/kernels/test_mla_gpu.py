@@ -14,7 +14,7 @@ from baton.kernels.mla.gpu import absorbed, expanded
 from baton.kernels.mla.gpu.work_list import WorkTiles, plan_work
 
 from .kernel_checks import untouched_memory
-from .mla_cases import LAYER, SCALE, SMALL, latent_step, padded
+from .mla_cases import LAYER, SCALE, SMALL, Shape, latent_step, padded
 from .mla_writes import check_write, prepare, write
 
 pytest.importorskip("triton")
@@ -151,14 +151,14 @@ def test_counters_of_arrivals_start_at_zero_for_every_group_of_heads(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slack", [0, 100])
+@pytest.mark.parametrize(("slack", "shape"), [(0, SMALL), (100, SMALL), (0, Shape(nope=48, value=64))])
 def test_long_prompts_are_expanded_beside_decodes(
-    slack: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+    slack: int, shape: Shape, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expanded, "LEAST_QUERIES", 16)
     lengths = ([1, 1, 150, 40, 70], [50, 33, 200, 40, 130])
-    step = latent_step(*lengths, triton_device, num_kv_tokens=sum(lengths[1][2:]) + slack)
-    batch = prepare(step.batch, num_heads=4, head_dim=48)
+    step = latent_step(*lengths, triton_device, shape=shape, num_kv_tokens=sum(lengths[1][2:]) + slack)
+    batch = prepare(step.batch, num_heads=4, head_dim=shape.nope + shape.rope)
     assert batch.prepared.prompts is not None
     assert batch.prepared.num_absorbed_tokens == 2
     step.check(gpu.mla_attention(step.q, step.kv, LAYER, batch, step.up, scale=SCALE))
