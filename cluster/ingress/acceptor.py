@@ -17,12 +17,14 @@ import ctypes
 import logging
 import socket
 import struct
+import sys
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 32  # accepted connections after which other tasks of the loop have their turn
 PAUSE_S = 0.05
+LAST_S = 1.0  # for connections that still wait when the listener closes, while there are no descriptors for them
 SETTLE_S = 0.5  # for handshakes under way; shorter than the second after which clients' kernels retry
 
 SO_ATTACH_FILTER = 26  # linux/asm-generic/socket.h
@@ -61,11 +63,15 @@ class Acceptor:
             except OSError as error:
                 logger.warning("the kernel refuses a filter (%s): connections that are being made may break", error)
             await asyncio.sleep(SETTLE_S)
-        if self._pause is not None:
-            self._pause.cancel()
         self._loop.remove_reader(self._listener)
-        while self._accept_one():
-            pass
+        self._max_descriptor = sys.maxsize  # the last connections need not come one at a time
+        give_up_at = self._loop.time() + LAST_S
+        while True:
+            while self._accept_one():
+                pass
+            if not self._end_pause() or self._loop.time() > give_up_at:
+                break
+            await asyncio.sleep(PAUSE_S)  # answers that end meanwhile free descriptors
         self._listener.close()
         await asyncio.gather(*self._opening)
 
@@ -105,6 +111,13 @@ class Acceptor:
         except OSError as error:  # the client has closed it meanwhile
             logger.debug("a connection broke right after it was accepted: %s", error)
             connection.close()
+
+    def _end_pause(self) -> bool:
+        """End the pause before the next connection, if there is one; return whether there was."""
+        pause, self._pause = self._pause, None
+        if pause is not None:
+            pause.cancel()
+        return pause is not None
 
     def _wait(self) -> None:
         self._loop.remove_reader(self._listener)
