@@ -13,10 +13,10 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, get_type_hints
 from urllib.parse import urlsplit
 
 import typer
@@ -137,8 +137,14 @@ ENGINE_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # of c
 class EngineCommand(TyperCommand):
     """A command that takes engine arguments as options, too, before and after its model and its own options.
 
-    Its `context.args` are words for `engine_args_from`.
+    vLLM's short options of parallel ranks stand for the long ones. Its `context.args` are words for `engine_args_from`.
     """
+
+    SHORT: ClassVar[Mapping[str, str]] = {
+        "-tp": "--tensor-parallel-size",
+        "-dp": "--data-parallel-size",
+        "-ep": "--enable-expert-parallel",
+    }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options: list[Any] = self.get_params(ctx)
@@ -148,7 +154,10 @@ class EngineCommand(TyperCommand):
         rest = list(args)
         while rest and rest[0] != "--":
             word = rest.pop(0)
-            name, is_whole, _ = word.partition("=")
+            name, is_whole, value = word.partition("=")
+            if name in self.SHORT:
+                name = f"-{name}" if f"-{name}" in has_value else self.SHORT[name]
+            word = f"{name}{is_whole}{value}"
             is_own = name in has_value or not word.startswith("--")
             taken = own if is_own else of_engine
             taken.append(word)

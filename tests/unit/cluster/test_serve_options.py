@@ -71,6 +71,7 @@ def test_suggested_commands_have_the_key_option_if_a_key_is_required() -> None:
         ("--enable-prefix-caching False MODEL", {"model": "MODEL"}, {"enable_prefix_caching": False}),
         ("--swap-space 4 MODEL", {"model": "MODEL"}, {"swap_space": 4}),
         ("--max-num-seqs 3 -- --MODEL", {"model": "--MODEL"}, {"max_num_seqs": 3}),
+        ("-tp 2 -dp=4 MODEL -ep", {"model": "MODEL", "tp": 2, "dp": 4, "ep": True}, {}),
     ],
 )
 def test_engine_arguments_may_stand_before_and_after_the_model(
@@ -90,6 +91,8 @@ def test_measurements_take_engine_arguments_before_the_model_too() -> None:
     for command in ("throughput", "latency", "drafts", "soak", "startup"):
         context = parsed(bench_app, command, "--dtype float32 --json out.json MODEL")
         assert (context.params["model"], engine_args_from(context.args)) == ("MODEL", {"dtype": "float32"})
+    context = parsed(bench_app, "latency", "-tp 2 MODEL -ep")
+    assert engine_args_from(context.args) == {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 
 
 def test_a_second_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
