@@ -211,6 +211,7 @@ _READERS = {
     "dynamic": _read_dynamic,
     "llama3": _read_llama3,
     "longrope": _read_longrope,
+    "mrope": _read_default,  # positions in time, height and width, which are equal for text
     "proportional": _read_proportional,
     "yarn": _read_yarn,
 }

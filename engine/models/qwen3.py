@@ -28,6 +28,7 @@ class Qwen3Layer(DecoderLayer):
 
 FAMILY = Family(
     architecture="Qwen3ForCausalLM",
+    inside={"Qwen3VLForConditionalGeneration": "qwen3_vl_text"},
     layer=Qwen3Layer,
     cache=keys_and_values,
     defaults={"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},

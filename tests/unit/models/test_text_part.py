@@ -40,6 +40,7 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
             "patch_size": 8,
         },
     ),
+    "qwen3": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration", _QWEN_TOWER),
     "qwen3_5_text": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _QWEN_TOWER),
     "qwen3_5_moe_text": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", _QWEN_TOWER),
     "ministral3": (
@@ -65,8 +66,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
             text = make_model(kind)
             config_name, name, tower = WHOLE[kind]
             vision = {"mm_tokens_per_image": 4} if kind == "gemma3_text" else {}
+            keys = text.config.to_dict()
+            if kind == "qwen3":
+                keys["model_type"] = "qwen3_vl_text"
+                keys["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [6, 5, 5]}
             config = getattr(transformers, config_name)(
-                text_config=text.config.to_dict(), vision_config=tower, tie_word_embeddings=False, **vision
+                text_config=keys, vision_config=tower, tie_word_embeddings=False, **vision
             )
             model = getattr(transformers, name)(config)
             model.model.language_model.load_state_dict(text.model.state_dict())
