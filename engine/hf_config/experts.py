@@ -33,6 +33,7 @@ class ExpertsConfig:
     stored: str = "each"  # form in the checkpoint: see `layers.plain_experts`
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # names in checkpoints of form "each"
     sparse_layers: tuple[bool, ...]  # for each layer: whether it is a mixture of experts
+    correction_is_row: bool = field(default=False, metadata=NEWER)  # whether that bias is stored as [1, num_experts]
     dense_name: str = field(default="mlp", metadata=NEWER)  # checkpoints' name of the MLP in a dense layer
     is_gated: bool = field(default=True, metadata=NEWER)  # false: squared ReLU of ups, and two `projections`
     latent_size: int | None = field(default=None, metadata=NEWER)  # experts' input and output width; None: hidden_size

@@ -30,9 +30,8 @@ class ExpertRouter(Layer):
         self.bias = Parameter(config.num_experts) if config.router_bias else None
         # Added to the scores when experts are chosen, not to their weights: it evens out the experts' loads
         # (DeepSeek-V3, arXiv:2412.19437).
-        self.e_score_correction_bias = (
-            Parameter(config.num_experts, dtype=torch.float32) if config.score_correction else None
-        )
+        shape = (1, config.num_experts) if config.correction_is_row else (config.num_experts,)
+        self.e_score_correction_bias = Parameter(*shape, dtype=torch.float32) if config.score_correction else None
         self.rule = RoutingRule(
             config.top_k,
             config.scoring,
@@ -49,7 +48,8 @@ class ExpertRouter(Layer):
         Tokens with slot -1 in `slots` [T] int64 are padding: their expert ids are -1.
         """
         logits = router_logits(hidden, self.weight.data, _data(self.bias))
-        return route(logits, self.rule, bias=_data(self.e_score_correction_bias), slots=slots)
+        bias = _data(self.e_score_correction_bias)
+        return route(logits, self.rule, bias=None if bias is None else bias.view(-1), slots=slots)
 
 
 class NormedRouter(ExpertRouter):

@@ -54,6 +54,7 @@ ARCHITECTURES = (
     "glm",
     "glm4",
     "ernie4_5",
+    "ernie4_5_moe",
     "ministral3",
 )
 # Architectures whose output layer may be tied to the embedding:

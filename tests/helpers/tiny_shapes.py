@@ -291,6 +291,13 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 32, "pad_token_id": None},
     "glm4": {"head_dim": 32, "pad_token_id": None},
     "ernie4_5": {"head_dim": 32},
+    "ernie4_5_moe": {
+        "head_dim": 32,
+        "moe_intermediate_size": 40,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 1,
+    },
     "ministral3": {
         "head_dim": 32,
         "pad_token_id": None,
@@ -361,6 +368,7 @@ _WIDE_OF: dict[str, dict[str, Any]] = {
         "moe_latent_size": 128,
     },
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
+    "ernie4_5_moe": {"moe_num_experts": 16, "moe_k": 4, "moe_intermediate_size": 128},
     "hy_v3": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
     "glm4_moe": {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
     "glm4_moe_lite": {**_WIDE_LATENT, "qk_nope_head_dim": 192, "v_head_dim": 256},

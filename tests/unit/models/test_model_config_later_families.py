@@ -203,6 +203,14 @@ def test_biases_that_no_published_model_has_are_refused(read: Read, architecture
         read(architectures=[architecture], **{key: True})
 
 
+def test_ernie_has_experts_from_its_second_layer_on(read: Read) -> None:
+    keys = {"architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 4, "moe_num_experts": 64, "moe_k": 6}
+    moe = experts(read(**keys, moe_layer_end_index=2))
+    assert moe.sparse_layers == (False, True, True, False)
+    assert (moe.num_experts, moe.top_k, moe.scoring, moe.shared_intermediate_size) == (64, 6, "softmax", 2 * 1536)
+    assert experts(read(**keys, moe_layer_end_index=-1, moe_layer_interval=2)).sparse_layers == (False, True) * 2
+
+
 def test_queries_of_ministral_grow_beyond_its_original_context(read: Read) -> None:
     config = read(**MINISTRAL_3)
     assert config.query_growth == QueryGrowth(0.1, 16_384)
