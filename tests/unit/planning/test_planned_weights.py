@@ -34,6 +34,12 @@ CLASSES = {
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
 }
 
 
