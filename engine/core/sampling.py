@@ -239,10 +239,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_plain(self) -> bool:
-        """True if draws depend only on logits, temperature, top-k, top-p, min-p, and a grammar."""
+        """True if draws depend only on logits, temperature, top-k, top-p, min-p, a grammar, and `min_tokens`."""
         changes = (self.logit_bias, self.allowed_token_ids, self.bad_words_token_ids)
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return not any(changes) and penalties == (1.0, 0.0, 0.0) and not self.min_tokens
+        return not any(changes) and penalties == (1.0, 0.0, 0.0)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `InvalidSamplingParams` for token ids outside the vocabulary, or more logprobs than it has tokens."""

@@ -100,7 +100,9 @@ class Drafting:
 
         Requests with a grammar are not meant: they wait for all of their tokens in any case.
         """
-        return self._edits_on_host and not request.is_constrained and not request.message.sampling.is_plain
+        if not self._edits_on_host or request.is_constrained:
+            return False
+        return not request.message.sampling.is_plain or request.finish_rule.bans_stop_tokens(len(request.token_ids))
 
     def propose(self, request: Request, room: int, *, sits_out: bool = False) -> Drafts:
         """Return up to `room` drafts for a request, which follow its tokens in flight.

@@ -374,6 +374,10 @@ class FinishRule:
             self.limit = min(self.limit, num_prompt + len(request.output_token_ids) + 1)
         self.hands_off = self.limit < self._length_limit  # after one token, unless that is a stop token
 
+    def bans_stop_tokens(self, length: int) -> bool:
+        """Return whether the token behind `length` tokens of prompt and output must not be a stop token."""
+        return length < self._min_length
+
     def reason(self, token_id: int, num_tokens: int) -> FinishReason | None:
         """Return why the request ends with `token_id` as its token number `num_tokens`; None if it goes on."""
         if num_tokens < self.limit and token_id not in self.stop_token_ids:

@@ -51,7 +51,7 @@ class FakeRunner:
         self.fail_at_result: Exception | None = None
         self.guess_errors = 0.0  # the share of the guesses made in a step that are wrong
         self.edits_on_host = False  # logits by position, which must be known to the plan
-        self._edited: dict[int, bool] = {}  # whether those of a row are
+        self._edited_until: dict[int, int] = {}  # length up to which those of a row are
         self.draws_nothing = False  # as where a request excludes every token, or the model gives no numbers
         self._queue: deque[FakePendingStep] = deque()
 
@@ -78,7 +78,9 @@ class FakeRunner:
         """Every block that a chunk of the plan reads or writes."""
         self._planned.update({start.row: [list(table) for table in start.block_tables] for start in plan.started_rows})
         self._applied.update({start.row: start.num_computed for start in plan.started_rows})
-        self._edited.update({start.row: not start.sampling.is_plain for start in plan.started_rows})
+        for each in plan.started_rows:
+            bound = len(each.prompt_token_ids) + each.sampling.min_tokens
+            self._edited_until[each.row] = bound if each.sampling.is_plain else self.config.max_length
         for chunk in plan.chunks:
             append(self._planned[chunk.row], chunk.new_block_ids)
             longest = max(map(len, self._planned[chunk.row])) * self.config.block_size
@@ -86,7 +88,7 @@ class FakeRunner:
             last = (chunk.start + chunk.num_tokens - 1) // self.config.block_size
             unsettled = [each for step in self.in_flight for each in self.plans[step].chunks if each.row == chunk.row]
             start = chunk.start - sum(each.num_drafts for each in unsettled)
-            if self.edits_on_host and self._edited[chunk.row]:
+            if self.edits_on_host and start + 1 < self._edited_until[chunk.row]:
                 assert start == chunk.start, "logits are edited at a position that is not known"
             for group, table in enumerate(self._planned[chunk.row]):
                 if (states := self.states.get(group)) is not None:

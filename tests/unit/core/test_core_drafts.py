@@ -150,6 +150,17 @@ def test_requests_whose_logits_are_edited_on_the_host_are_in_no_step_before_thei
     assert (None in edited[: last - depth]) == (depth > 1)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_requests_with_min_tokens_are_in_every_step_once_they_have_these(depth: int) -> None:
+    engine = Harness(config(depth=depth), num_drafts=3, edits_on_host=True)
+    engine.add(request("bound", 10, max_tokens=40, min_tokens=8), request("plain", 10, max_tokens=60))
+    engine.run_to_the_end()
+    chunks = [_chunk_of(plan, 0) for plan in engine.runner.plans[1:]]
+    first, last = 2 * depth + 2, max(number for number, chunk in enumerate(chunks) if chunk is not None)
+    assert (None in chunks[:first]) == (depth > 1)
+    assert None not in chunks[first:last]
+
+
 def _chunk_of(plan: StepPlan, row: int) -> Chunk | None:
     return next((chunk for chunk in plan.chunks if chunk.row == row), None)
 
