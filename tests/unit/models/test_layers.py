@@ -70,6 +70,10 @@ class HalvesMethod(LinearMethod):
         for part in tensors.values():
             multiply_stretches(part, factors)
 
+    def reorder_rows(self, tensors: Mapping[str, torch.Tensor], order: torch.Tensor) -> None:
+        for part in tensors.values():
+            part.copy_(part[order])
+
     def pack(self, tensors: Mapping[str, torch.Tensor]) -> LinearWeight:
         return HalvesWeight(*(PLAIN.pack({"weight": tensors[name]}) for name in ("first", "second")))
 
