@@ -50,18 +50,19 @@ FIGURES = ["output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms"
 
 @contextmanager
 def processes(
-    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], log: Path, one_gpu: bool
+    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run commands, yield the last process once it has started, and end all of them afterwards.
 
-    Engines that share a GPU start one after the other: each must know how much memory the one before takes.
+    The last one starts when all others are ready. The others start together, also on one GPU: there each is told its
+    memory, so none measures what is free.
     """
     started: list[subprocess.Popen[bytes]] = []
     with log.open("ab") as out:
         try:
             for command, environment in zip(commands, environments, strict=True):
-                is_last = len(started) == len(commands) - 1  # the proxy of a pair answers at once
-                for before, process in zip(commands, started, strict=False) if one_gpu or is_last else ():
+                is_last = len(started) == len(commands) - 1  # the proxy of a pair, which answers at once
+                for before, process in zip(commands, started, strict=False) if is_last else ():
                     wait_until_ready(f"http://127.0.0.1:{before[before.index('--port') + 1]}", process)
                 variables = {**os.environ, **environment}
                 started.append(subprocess.Popen(command, stdout=out, stderr=out, env=variables, start_new_session=True))
@@ -266,7 +267,7 @@ def measure(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             commands, environments = SERVERS[server](options, Path(folder))
             log = out.with_suffix(f".{model}.{server}.log")
-            with processes(commands, environments, log, len(options.gpus) < 2) as last:
+            with processes(commands, environments, log) as last:
                 wait_until_ready(f"http://127.0.0.1:{options.port}", last)
                 ready_s = time.monotonic() - began_s
                 for length in dict.fromkeys(length for length, _ in left):
