@@ -228,7 +228,13 @@ def _advance(
 
     `dim` and `value` are the state's dimensions, in the layouts of its rows and columns.
     """
-    rate, offset = _gate_constants(log_rate, bias, head, dim, KEY_DIM, KEYS, PER_DIM)
+    rate, offset = None, None  # Triton 3.6 compiles no function that returns these two
+    if log_rate is not None:
+        rate = tl.exp(tl.load(log_rate + head))
+        if PER_DIM:
+            offset = load_dims(bias + head * KEY_DIM + dim, dim, KEY_DIM, KEYS)
+        else:
+            offset = tl.load(bias + head)
     inner = head * KEY_DIM * VALUE_DIM + dim[:, None] * VALUE_DIM + value[None, :]
     key_cells = head // GROUP * KEY_DIM + dim
     value_cells = head * VALUE_DIM + value
@@ -285,19 +291,6 @@ def _advance(
     if NUM_PLACES == 0:  # noqa: SIM102  (the first is known to the compiler)
         if target >= 0 and begin < end:
             store_dims(state + target * state_stride + inner, kept, dim[:, None], KEY_DIM, KEYS)
-
-
-@triton.jit
-def _gate_constants(log_rate, bias, head, dim, KEY_DIM: tl.constexpr, KEYS: tl.constexpr, PER_DIM: tl.constexpr):
-    """Return exp(log_rate) and the bias of a head's decays; None if decays are given."""
-    rate, offset = None, None
-    if log_rate is not None:
-        rate = tl.exp(tl.load(log_rate + head))
-        if PER_DIM:
-            offset = load_dims(bias + head * KEY_DIM + dim, dim, KEY_DIM, KEYS)
-        else:
-            offset = tl.load(bias + head)
-    return rate, offset
 
 
 @triton.jit

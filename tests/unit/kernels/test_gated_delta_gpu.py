@@ -269,6 +269,13 @@ def test_the_sums_of_a_decode_by_columns_stay_within_a_warp(
     assert "prefetch.global.L2" in made.ptx
 
 
+@pytest.mark.parametrize("per_dim", [False, True])
+def test_decodes_whose_decays_are_given_compile(per_dim: bool) -> None:
+    constants = {"PER_DIM": per_dim, "PREFETCH": 32, "log_rate": None, "bias": None}
+    compiled(step.step_tokens, {"VALUES": 32, "num_warps": 4}, **constants)
+    compiled(step.step_tokens_by_columns, {"VALUES": 64, "LANES": 8, "WARPS": 4, "num_warps": 4}, **constants)
+
+
 @pytest.mark.slow
 def test_the_scan_runs_on_tensor_cores() -> None:
     assert compiled(scan.scan_chunks, WIDE_SCAN, max_spill_bytes=64, PER_DIM=False, write_keys=None).wgmma
