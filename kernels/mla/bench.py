@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -13,6 +14,7 @@ from baton.kernels.roofline import BenchCase, cycling
 from . import AttentionBatch, UpProjection, latent_and_cache, mla_attention, prepare
 
 HEADS, RANK, ROPE, NOPE, VALUE, BLOCK_SIZE = 16, 512, 64, 128, 128, 16
+MOST_DRAFTED = 8  # query tokens of a decode with drafts
 LAYERS = 9  # so many that their latents do not fit in a hardware cache
 SCALE = (NOPE + ROPE) ** -0.5
 
@@ -23,9 +25,12 @@ SMALL_STEPS = {
 LARGE_STEPS = {
     "decode 1 x 1k": [(1, 1024)],
     "decode 1 x 32k": [(1, 32768)],
+    "decode 16 x 1k": [(1, 1024)] * 16,
+    "drafts, 4 tokens of 16 x 1k": [(4, 1024)] * 16,
     "decode 64 x 1k": [(1, 1024)] * 64,
     "drafts, 4 tokens of 64 x 1k": [(4, 1024)] * 64,
     "decode 64 x 4k": [(1, 4096)] * 64,
+    "drafts, 4 tokens of 64 x 4k": [(4, 4096)] * 64,
     "decode 256 x 1k": [(1, 1024)] * 256,
     "decode 64 of 64 to 8k": [(1, 64 + 128 * index) for index in range(64)],
     "chunk 64 after 16k": [(64, 16448)],
@@ -94,6 +99,7 @@ def step(
     per_sequence = -(-max(seq_lens) // BLOCK_SIZE)
     blocks = torch.randperm(len(sequences) * per_sequence, dtype=torch.int32, device=device)
     batch = AttentionBatch.plan(query_lens, seq_lens, blocks.view(len(sequences), per_sequence), BLOCK_SIZE)
+    batch = dataclasses.replace(batch, drafted=1 < batch.max_query_len <= MOST_DRAFTED)
     shape = (len(blocks), 1, LAYERS, 1, BLOCK_SIZE, RANK + ROPE)
     kv = empty_on_huge_pages(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
     q = torch.randn(batch.num_tokens, HEADS, NOPE + ROPE, dtype=dtype, device=device)

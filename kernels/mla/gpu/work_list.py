@@ -161,7 +161,8 @@ def plan_work_kernel(
         num_tokens = tl.load(query_start_ptr + seq + 1, mask=exists, other=0) - first_token
         seq_len = tl.load(seq_lens_ptr + seq, mask=exists, other=0)
         has_work = exists & (query < num_tokens) & (seq_len > 0) & ((num_tokens == 1) == SINGLES)
-        num_queries = tl.minimum(num_tokens - query, QUERIES)
+        # Without work there is nothing to write: a program may pass the item between two others of its share.
+        num_queries = tl.where(has_work, tl.minimum(num_tokens - query, QUERIES), 0)
         num_visible = seq_len - num_tokens + query + 1
         tiles = tl.where(has_work, tl.cdiv(num_visible + num_queries - 1, TILE), 0)
         table_row = seq

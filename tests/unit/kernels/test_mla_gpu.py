@@ -49,6 +49,26 @@ def test_chunks_of_any_lengths_and_decodes_among_them(triton_device: torch.devic
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_programs", [1, 3, 7, 40])
+def test_decodes_with_drafts_of_any_lengths(
+    num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single tokens are also between sequences with drafts: a program passes them, and must not write their rows."""
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
+    step = latent_step([3, 1, 4, 2, 1, 5, 4], [50, 33, 70, 40, 1, 35, 4], triton_device)
+    step.check(step.attend(prepare, gpu.mla_attention))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [3, 12, 20, 40, 70, 130])
+def test_products_of_heads_for_any_number_of_tokens(num_tokens: int, triton_device: torch.device) -> None:
+    step = padded(latent_step([1] * num_tokens, [1 + 7 * (i % 12) for i in range(num_tokens)], triton_device), 2)
+    result = step.attend(prepare, gpu.mla_attention)
+    step.check(result)
+    assert not result[-2:].any()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads", [1, 3, 70])
 def test_any_number_of_heads(num_heads: int, triton_device: torch.device) -> None:
     step = latent_step([1, 3], [40, 20], triton_device, shape=dataclasses.replace(SMALL, num_heads=num_heads))

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.exhaustive
 
 LENGTHS = {
     "decodes": ([1] * 9, [5000, 1, 16, 333, 64, 65, 2048, 700, 9000], None),
+    "drafts": ([4, 1, 3, 2, 4, 4, 4, 1, 4], [5000, 1, 16, 333, 64, 65, 2048, 700, 9000], None),
     "chunks": ([1, 1, 7, 130, 64], [900, 33, 1007, 130, 2064], None),
     "prompts": ([1, 1, 300, 130, 640], [900, 33, 1300, 130, 641], 2100),
 }
@@ -49,16 +50,30 @@ def on_hopper(query_lens: Sequence[int], seq_lens: Sequence[int], num_heads: int
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("num_programs", [1, 2, 5, 20, 132])
 @pytest.mark.parametrize("seq_lens", [[9000], FEW, MANY, UNEVEN], ids=["one", "few", "many", "uneven"])
 def test_parts_are_added_up_however_many_there_are(
-    seq_lens: list[int], num_programs: int, monkeypatch: pytest.MonkeyPatch
+    seq_lens: list[int], num_programs: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
-    step = padded(on_hopper([1] * len(seq_lens), seq_lens), 4)
+    step = padded(on_hopper([min(queries, length) for length in seq_lens], seq_lens), 4)
     result = step.attend(gpu.prepare, gpu.mla_attention)
     step.check(result)
     assert not result[-4:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [16, 40, 128])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 161])
+def test_programs_go_on_to_the_next_item_after_any_number_of_tiles(
+    length: int, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work list of several queries has items without tiles between others."""
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: 7)
+    lengths = [length, 200, length, 33, 500, length, length]
+    step = on_hopper([min(3, length) for length in lengths], lengths, num_heads)
+    step.check(step.attend(gpu.prepare, gpu.mla_attention))
 
 
 @pytest.mark.gpu
