@@ -208,15 +208,22 @@ def _refuse_what_no_layer_computes(keys: Keys, rules: ConfigRules) -> None:
             f"config.json: {rules.activation_key} {activation!r} is not supported, only {computed!r}"
         )
     for name, only in rules.only.items():
-        if keys.values.get(name) not in (None, only):
+        given = keys.values.get(name)
+        if given not in (None, only):
             raise UnsupportedModel(
-                f"config.json: {name} {keys.values[name]!r} is not supported for {rules.architecture}, only {only!r}"
+                f"config.json: {name} {_as_given(given)} is not supported for {rules.architecture}, "
+                f"only {_as_given(only)}"
             )
     of_images = keys.values.get("use_bidirectional_attention") == "vision"  # attention of text tokens is still causal
     if not of_images and keys.values.get("use_bidirectional_attention") not in (None, False):
         raise UnsupportedModel(
             "config.json: use_bidirectional_attention is not supported: tokens see those before them"
         )
+
+
+def _as_given(value: Any) -> str:
+    """Return a value for a message: null, true and false as in JSON."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def _shape(keys: Keys, latent: LatentShape | None, rules: ConfigRules) -> dict[str, int]:

@@ -8,7 +8,7 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family
-from .deepseek_v3 import DRAFT_RULES, draft_layers, read_experts
+from .deepseek_v3 import CHOICE_OF_EXPERTS, DRAFT_RULES, draft_layers, read_experts
 
 
 class Glm4MoeLayer(DecoderLayer):
@@ -53,6 +53,7 @@ FAMILY = Family(
         "num_nextn_predict_layers": 1,
     },
     key_names={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    only=CHOICE_OF_EXPERTS,
     norms_heads_key="use_qk_norm",
     rotary_fraction=0.5,
     experts=read_experts,

@@ -17,7 +17,6 @@ from baton.engine.hf_config.mamba import (
     MambaShape,
     read_block_types,
     read_mamba,
-    refuse,
 )
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -81,10 +80,6 @@ def read_blocks(keys: Keys) -> Blocks:
 
 def read_nemotron(keys: Keys, num_layers: int) -> MambaShape:
     """Read the Mamba-2 mixers. Time steps are limited by `time_step_limit`, as in training, not by `time_step_min`."""
-    refuse(keys, "attention_bias", "mlp_bias", "residual_in_fp32", "tie_word_embeddings")
-    activation = keys.values.get("mamba_hidden_act") or "silu"
-    if activation != "silu":
-        raise UnsupportedModel(f"config.json: mamba_hidden_act {activation!r} is not supported, only 'silu'")
     return read_mamba(keys, read_blocks(keys), KEYS, head_dim=64, num_groups=8, state_dim=128)
 
 
@@ -133,6 +128,13 @@ FAMILY = Family(
         "intermediate_size": 21_504,
         "max_position_embeddings": 4096,
         "layer_norm_epsilon": 1e-5,
+    },
+    only={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "residual_in_fp32": False,
+        "tie_word_embeddings": False,
+        "mamba_hidden_act": "silu",
     },
     mamba=read_nemotron,
     num_layers=count_layers,

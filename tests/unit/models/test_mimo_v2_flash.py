@@ -181,9 +181,9 @@ def test_layer_kinds_follow_transformers_without_a_key(read: Callable[..., Model
     [
         ({"scoring_func": "softmax"}, UnsupportedModel, "scoring_func 'softmax'"),
         ({"topk_method": "greedy"}, UnsupportedModel, "topk_method 'greedy'"),
-        ({"n_shared_experts": 1}, UnsupportedModel, "n_shared_experts"),
-        ({"add_full_attention_sink_bias": True}, UnsupportedModel, "attention sinks"),
-        ({"add_swa_attention_sink_bias": False}, UnsupportedModel, "attention sinks"),
+        ({"n_shared_experts": 1}, UnsupportedModel, "n_shared_experts 1 .*only 0"),
+        ({"add_full_attention_sink_bias": True}, UnsupportedModel, "add_full_attention_sink_bias true .*only false"),
+        ({"add_swa_attention_sink_bias": False}, UnsupportedModel, "add_swa_attention_sink_bias false .*only true"),
         ({"swa_head_dim": 128}, UnsupportedModel, "swa_head_dim 128"),
         ({"swa_v_head_dim": 192}, UnsupportedModel, "swa_v_head_dim 192"),
         ({"swa_num_attention_heads": 32}, UnsupportedModel, "swa_num_attention_heads 32"),

@@ -111,6 +111,8 @@ def test_glm_is_read(read: Read) -> None:
     )
     assert config.with_drafts().num_run_layers == 6
     assert not read(**{**GLM_4_5, "use_qk_norm": None}).norms_heads
+    with pytest.raises(UnsupportedModel, match=r"topk_method 'greedy' .*Glm4MoeForCausalLM, only 'noaux_tc'"):
+        read(**GLM_4_5, topk_method="greedy")
     assert read(**{**GLM_4_5, "num_nextn_predict_layers": None, "num_mtp_layers": 0}).num_draft_layers == 0
 
 
@@ -190,7 +192,7 @@ def test_hy3_has_an_mlp_in_its_first_layer(read: Read) -> None:
     config = read(architectures=["HYV3ForCausalLM"], num_hidden_layers=3)
     assert experts(config).sparse_layers == (False, True, True)
     assert (experts(config).num_experts, experts(config).scale, experts(config).wide_router) == (192, 2.826, True)
-    with pytest.raises(UnsupportedModel, match="mlp_bias True"):
+    with pytest.raises(UnsupportedModel, match="mlp_bias true"):
         read(architectures=["HYV3ForCausalLM"], mlp_bias=True)
 
 
@@ -199,7 +201,7 @@ def test_hy3_has_an_mlp_in_its_first_layer(read: Read) -> None:
 )
 def test_biases_that_no_published_model_has_are_refused(read: Read, architecture: str, key: str) -> None:
     read(architectures=[architecture], **{key: False})
-    with pytest.raises(UnsupportedModel, match=f"{key} True is not supported for {architecture}, only False"):
+    with pytest.raises(UnsupportedModel, match=f"{key} true is not supported for {architecture}, only false"):
         read(architectures=[architecture], **{key: True})
 
 
