@@ -11,7 +11,6 @@ from torch import Tensor
 
 from baton.engine.core.layout import CachePlace
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.hf_config.rope import NoRope
 from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
 from baton.kernels.activation import gate_heads
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention, prepare
@@ -24,16 +23,6 @@ from .base import Layer, Parameter, Share, rows_at
 from .fp8 import ScalarScale
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm, norms_over_ranks
-
-
-@dataclass(frozen=True)
-class CosSin:
-    """Cosines and sines of the rotary angles of all positions, float32: see `layers.rotary.cos_sin_table`."""
-
-    plain: Tensor  # for layers with full attention
-    windowed: Tensor  # for layers with a sliding window: the same, unless the model gives them their own rope
-    query_factors: Tensor | None = None  # [positions], for queries: see `hf_config.rope.QueryGrowth`; None: all are 1
-    still: Tensor | None = None  # of angle 0, for layers that do not rotate; None: there are none
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,9 @@ class LayerContext:
     """A step's inputs that every layer reads, apart from the hidden states."""
 
     caches: tuple[GroupCache | StateCache, ...]  # one for each cache group
-    cos_sin: CosSin
+    # For each of `ModelConfig.rotations`, cosines and sines of all positions: see `layers.rotary.cos_sin_table`.
+    cos_sin: tuple[Tensor, ...]
+    query_factors: Tensor | None = None  # [positions], of queries: see `hf_config.rope.QueryGrowth`; None: all are 1
     rows_of_ranks: tuple[int, ...] | None = None  # see `TokenRows.of_ranks`
     layer_inputs: Tensor | None = None  # see `TokenRows.layer_inputs`
 
@@ -189,11 +180,9 @@ class Attention(SelfAttention):
         self.eps = config.rms_norm_eps
         self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
         self._head_dim, self._value_dim = dim, value_dim
-        has_own_rope = self.window is not None and config.window_rope is not None
-        self._rotates = config.rotates(layer)
-        self.rotary_dim = config.window_rotary_dim if has_own_rope else config.rotary_dim
-        if not self._rotates:
-            self.rotary_dim = min(self.rotary_dim, NoRope.most_dims)
+        rotation = config.rotation(layer)
+        self.rotary_dim = rotation.dim
+        self._rotation = config.rotations.index(rotation)
         self._norms_width = qk_norm == "width"
         self._norms_values = v_norm
         self._ones: Tensor | None = None  # weights of the norm of values
@@ -255,8 +244,8 @@ class Attention(SelfAttention):
         if self._q_parts > 1:
             q, gate = (part.squeeze(2) for part in q.unflatten(1, (-1, 2)).split(1, dim=2))
             q = q.contiguous()
-        if context.cos_sin.query_factors is not None:
-            q = q * context.cos_sin.query_factors[batch.positions][:, None, None]
+        if context.query_factors is not None:
+            q = q * context.query_factors[batch.positions][:, None, None]
         q_norm = k_norm = None
         if self.q_norm is not None:
             if self._norms_width and self.k_norm is not None:
@@ -269,7 +258,7 @@ class Attention(SelfAttention):
             q,
             k,
             v,
-            self._angles(context.cos_sin),
+            context.cos_sin[self._rotation],
             kv,
             index,
             batch,
@@ -293,12 +282,6 @@ class Attention(SelfAttention):
         heads = rows[: rotated * self._head_dim].view(rotated, self._head_dim)[:, : self.rotary_dim]
         heads.copy_(torch.cat([heads[:, 0::2], heads[:, 1::2]], dim=1))
         return rows
-
-    def _angles(self, cos_sin: CosSin) -> Tensor:
-        if not self._rotates:
-            assert cos_sin.still is not None, "the model has layers that do not rotate"
-            return cos_sin.still
-        return cos_sin.plain if self.window is None else cos_sin.windowed
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the heads of q (each followed by its gate, if the layer is gated), k and v, [T, heads, dim].

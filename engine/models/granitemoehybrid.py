@@ -10,6 +10,7 @@ from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import caches_of_blocks
 from baton.engine.hf_config.mamba import ATTENTION, MAMBA, MLP, MOE, MambaShape, read_block_types, read_mamba
 from baton.engine.hf_config.model_config import ModelConfig, Scales
+from baton.engine.hf_config.rope_reader import no_rotated_layers
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder_layer import DecoderLayer
 
@@ -96,8 +97,8 @@ def read_granite(keys: Keys, num_layers: int) -> MambaShape:
     return read_mamba(keys, blocks, output_multiplier=keys.number("residual_multiplier", 1.0))
 
 
-def rotates(keys: Keys) -> bool:
-    return keys.values.get("position_embedding_type") == "rope"
+def read_rotated_layers(keys: Keys, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    return () if keys.values.get("position_embedding_type") == "rope" else no_rotated_layers(keys, windows)
 
 
 FAMILY = Family(
@@ -108,6 +109,6 @@ FAMILY = Family(
     mamba=read_granite,
     experts=read_experts,
     scales=read_scales,
-    rotates=rotates,
+    rotated_layers=read_rotated_layers,
     mlp_width_key="shared_intermediate_size",
 )

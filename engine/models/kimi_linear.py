@@ -19,6 +19,7 @@ from baton.engine.hf_config.experts import ExpertsConfig, sparse_as_listed, spar
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import latents_or_states
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.rope_reader import no_rotated_layers
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder_layer import DecoderLayer
 
@@ -109,10 +110,6 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
     )
 
 
-def never(keys: Keys) -> bool:
-    return False
-
-
 FAMILY = Family(
     architecture="KimiLinearForCausalLM",
     layer=KimiLinearLayer,
@@ -134,5 +131,5 @@ FAMILY = Family(
     linear=read_delta_attention,
     latent=read_latent,
     experts=read_experts,
-    rotates=never,
+    rotated_layers=no_rotated_layers,
 )

@@ -19,6 +19,7 @@ from baton.engine.hf_config.mamba import (
     read_mamba,
 )
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.rope_reader import no_rotated_layers
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family
@@ -110,10 +111,6 @@ def count_layers(keys: Keys) -> int:
     return len(read_blocks(keys))
 
 
-def never(keys: Keys) -> bool:
-    return False
-
-
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:
     return ("mtp.*",)
 
@@ -139,7 +136,7 @@ FAMILY = Family(
     mamba=read_nemotron,
     num_layers=count_layers,
     experts=read_experts,
-    rotates=never,
+    rotated_layers=no_rotated_layers,
     activation="relu2",
     activation_key="mlp_hidden_act",
     norm_eps_key="layer_norm_epsilon",

@@ -8,6 +8,7 @@ from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values_or_states
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.rope import DEFAULT_THETA
+from baton.engine.hf_config.rope_reader import no_rotated_layers, rope_parameters
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family
@@ -69,11 +70,10 @@ def _kinds(num_layers: int) -> list[str]:
     return [FULL if layer % 4 == 3 else LINEAR for layer in range(num_layers)]
 
 
-def rotates(keys: Keys) -> bool:
-    """Return false if `rope_theta` is null. A config without the key has a rope, as in transformers."""
-    rope = keys.values.get("rope_scaling") or keys.values.get("rope_parameters") or {}
-    values = {**keys.values, **rope} if isinstance(rope, dict) else keys.values
-    return values.get("rope_theta", DEFAULT_THETA) is not None
+def read_rotated_layers(keys: Keys, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Return that no layer rotates if `rope_theta` is null. Without that key, all do, as in transformers."""
+    values = {**keys.values, **rope_parameters(keys.values)}
+    return () if values.get("rope_theta", DEFAULT_THETA) is not None else no_rotated_layers(keys, windows)
 
 
 FAMILY = Family(
@@ -82,6 +82,6 @@ FAMILY = Family(
     cache=keys_and_values_or_states,
     defaults={"vocab_size": 100_352, "max_position_embeddings": 65_536},
     linear=read_delta_nets,
-    rotates=rotates,
+    rotated_layers=read_rotated_layers,
     ignored_tensors=draft_layers,
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.hf_config.rope import Rotation
 from baton.engine.hf_config.rope_reader import read_rope
 from baton.engine.layers.rotary import cos_sin_table
 
@@ -50,7 +51,7 @@ def test_tables_equal_those_of_transformers_to_the_last_bit(
     positions = torch.cat([torch.arange(64), torch.arange(max_positions - 64, max_positions)])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])  # both halves have the same angles
     expected = torch.cat([cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]], dim=-1)
-    table = cos_sin_table(read_rope({"rope_parameters": rope}, max_positions), head_dim, max_positions)
+    table = cos_sin_table(Rotation(read_rope({"rope_parameters": rope}, max_positions), head_dim), max_positions)
     assert table.dtype == torch.float32
     turning = table.shape[1] // 2  # a proportional rope does not rotate the other pairs
     whole = torch.cat([table.new_ones(max_positions, head_dim // 2), table.new_zeros(max_positions, head_dim // 2)], 1)
