@@ -51,7 +51,7 @@ class LayerContext:
     caches: tuple[GroupCache | StateCache, ...]  # one for each cache group
     # For each of `ModelConfig.rotations`, cosines and sines of all positions: see `layers.rotary.cos_sin_table`.
     cos_sin: tuple[Tensor, ...]
-    query_factors: Tensor | None = None  # [positions], of queries: see `hf_config.rope.QueryGrowth`; None: all are 1
+    query_factors: Tensor | None = None  # [T, 1, 1], of queries: see `hf_config.rope.QueryGrowth`; None: all are 1
     rows_of_ranks: tuple[int, ...] | None = None  # see `TokenRows.of_ranks`
     layer_inputs: Tensor | None = None  # see `TokenRows.layer_inputs`
 
@@ -245,7 +245,7 @@ class Attention(SelfAttention):
             q, gate = (part.squeeze(2) for part in q.unflatten(1, (-1, 2)).split(1, dim=2))
             q = q.contiguous()
         if context.query_factors is not None:
-            q = q * context.query_factors[batch.positions][:, None, None]
+            q = q * context.query_factors
         q_norm = k_norm = None
         if self.q_norm is not None:
             if self._norms_width and self.k_norm is not None:

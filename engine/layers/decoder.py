@@ -107,7 +107,7 @@ class CausalLM(Layer):
         else:
             self.lm_head = Head(config.hidden_size, config.vocab_size)
         self._cos_sin: tuple[Tensor, ...] | None = None
-        self._query_factors: Tensor | None = None
+        self._query_factors: Tensor | None = None  # of each position: see `QueryGrowth`; None: all are 1
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         rules = self.config.rules
@@ -224,7 +224,12 @@ class CausalLM(Layer):
 
     def _context(self, caches: Sequence[GroupCache | StateCache]) -> LayerContext:
         assert self._cos_sin is not None, "allocate() comes before the first step"
-        return LayerContext(self.prepare(caches), self._cos_sin, self._query_factors)
+        prepared = self.prepare(caches)
+        factors = self._query_factors
+        if factors is not None:
+            batch = next(cache.batch for cache in prepared if isinstance(cache, GroupCache))
+            factors = factors[batch.positions][:, None, None]
+        return LayerContext(prepared, self._cos_sin, factors)
 
     @torch.inference_mode()
     def draft(
