@@ -182,8 +182,8 @@ def _of_some_families(
         fields["layer_inputs"] = rules.layer_inputs(keys)
     if rules.mamba is not None:
         fields["mamba"] = rules.mamba(keys, shape["num_layers"])
-    if rules.norms_heads_key is not None:
-        fields["norms_heads"] = keys.flag(rules.norms_heads_key, False)
+    if rules.attention.qk_norm_key is not None:
+        fields["norms_heads"] = keys.flag(rules.attention.qk_norm_key, False)
     if rules.rotary_fraction is not None:
         default = rules.rotary_fraction
         if rules.rotary_dim_key is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.layout import CacheLayout, LayerCaches, StateLayout, StatePart
-from .attention import HeadShape, LatentShape, LinearAttentionShape, WindowRule
+from .attention import AttentionForm, HeadShape, LatentShape, LinearAttentionShape, QKNorm, WindowRule
 from .errors import UnsupportedModel
 from .experts import ExpertsConfig
 from .folder import GenerationDefaults
@@ -120,6 +120,7 @@ class ConfigRules:
     cache: Callable[[ModelConfig, int], LayerCaches]  # what the layer with this index caches
     # Defaults of `transformers` for missing keys, if they differ between families or from the meaning of null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    attention: AttentionForm = field(default_factory=AttentionForm)
     windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
     # KV heads of layers with full attention and of those with a window; None: `num_key_value_heads` of `head_dim`.
     heads: Callable[[Keys], tuple[HeadShape, HeadShape]] | None = None
@@ -136,10 +137,8 @@ class ConfigRules:
     grows_queries: bool = False  # whether the config may ask for `QueryGrowth`
     rotary_fraction: float | None = None  # default of the rotated share of a head's dimensions; None: always all
     rotary_dim_key: str | None = None  # key of the number of rotated dimensions, for configs that do not say the share
-    norms_heads_key: str | None = None  # key of `ModelConfig.norms_heads`
     only: Mapping[str, Any] = field(default_factory=dict)  # keys that change the result -> the only supported value
     scales: Callable[[Keys], Scales] = no_scales
-    has_gated_heads: bool = False  # whether `q_proj` also gives a gate for every value of a head's output
     norm_offset: float = 0.0  # added to the stored weights of norms
     activation: str = "silu"  # the layers' activation; a config with another one is refused
     activation_key: str = "hidden_act"  # its key in configs
@@ -176,7 +175,7 @@ class ModelConfig:
     rotated_layers: tuple[bool, ...] = ()  # for each layer: whether it rotates queries and keys; (): as `rope` says
     query_growth: QueryGrowth | None = None
     rotary_fraction: float = 1.0  # share of a head's dimensions that are rotated
-    norms_heads: bool = False  # whether query and key heads are normed, in families that have both kinds of models
+    norms_heads: bool = False  # the flag `AttentionForm.qk_norm_key`, in families that have one
     rms_norm_eps: float
     attention_bias: bool
     mlp_bias: bool
@@ -266,6 +265,12 @@ class ModelConfig:
     def kv_source(self, layer: int) -> int:
         """Return the index of the layer whose keys and values a layer reads, usually its own."""
         return self.kv_sources[layer] if self.kv_sources else layer
+
+    @property
+    def qk_norm(self) -> QKNorm | None:
+        """The norm of queries and keys."""
+        form = self.rules.attention
+        return form.qk_norm if form.qk_norm_key is None or self.norms_heads else None
 
     def rotation(self, layer: int) -> Rotation:
         """Return the rotation of a layer's queries and keys: by `NO_ROPE` if the layer does not rotate them."""

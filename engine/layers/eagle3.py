@@ -31,10 +31,10 @@ class Eagle3Layer(Layer):
     """Attention of two hidden states side by side, and an MLP."""
 
     def __init__(self, config: ModelConfig, shape: Eagle3Shape) -> None:
-        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = Attention(config, 0, qkv_bias=bias, output_bias=bias, in_features=2 * size)
+        self.self_attn = Attention(config, 0, in_features=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size, bias=config.mlp_bias)
         self._adds_to_normed = shape.goes_on_normed

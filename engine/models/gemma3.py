@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import WindowRule
+from baton.engine.hf_config.attention import AttentionForm, QKNorm, WindowRule
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -20,9 +20,9 @@ class Gemma3Layer(DecoderLayer):
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
-        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, qk_norm="head")
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
         self.pre_feedforward_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
         self.mlp = layers.GatedMLP(size, config.intermediate_size, activation=layers.Activation.GELU_TANH)
@@ -38,6 +38,7 @@ FAMILY = Family(
     inside={"Gemma3ForConditionalGeneration": "gemma3_text"},
     layer=Gemma3Layer,
     cache=keys_and_values,
+    attention=AttentionForm(qk_norm=QKNorm.HEAD),
     defaults={
         "vocab_size": 262_208,
         "num_attention_heads": 8,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import FULL, SLIDING, HeadShape, WindowRule
+from baton.engine.hf_config.attention import FULL, SLIDING, AttentionForm, HeadShape, Sinks, WindowRule
 from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, sparse_as_listed
 from baton.engine.hf_config.keys import Keys
@@ -32,13 +32,7 @@ class MiMoV2FlashLayer(DecoderLayer):
         assert config.moe is not None, "a config of this family has experts"
         size = config.hidden_size
         self.input_layernorm = layers.RMSNorm(size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(
-            config,
-            index,
-            qkv_bias=config.attention_bias,
-            sinks=config.layer_windows[index] is not None,
-            output_multiplier=config.scales.attention_output,
-        )
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(size, config.rms_norm_eps)
         self._is_draft = index >= config.num_layers
         self.mlp: layers.FeedForward
@@ -131,6 +125,7 @@ FAMILY = Family(
     architecture="MiMoV2FlashForCausalLM",
     layer=MiMoV2FlashLayer,
     cache=keys_and_values,
+    attention=AttentionForm(output_bias=False, sinks=Sinks.WINDOWS),
     defaults={
         "num_key_value_heads": 4,
         "head_dim": 192,

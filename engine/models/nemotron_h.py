@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import AttentionForm
 from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts
 from baton.engine.hf_config.keys import Keys
@@ -119,6 +120,7 @@ FAMILY = Family(
     architecture="NemotronHForCausalLM",
     layer=NemotronHLayer,
     cache=caches_of_blocks,
+    attention=AttentionForm(qkv_bias=False, output_bias=False),
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import FULL, LINEAR, LinearAttentionShape, check_linear_heads, linear_layers
+from baton.engine.hf_config.attention import (
+    FULL,
+    LINEAR,
+    AttentionForm,
+    LinearAttentionShape,
+    QKNorm,
+    check_linear_heads,
+    linear_layers,
+)
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values_or_states
 from baton.engine.hf_config.model_config import ModelConfig
@@ -25,7 +33,7 @@ class OlmoHybridLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.linear is not None, "a config of this family has linear attention"
-        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.mlp = layers.GatedMLP(size, config.intermediate_size)
         self.linear_attn: layers.GatedDeltaNet | None = None
         if config.linear.layers[index]:
@@ -33,7 +41,7 @@ class OlmoHybridLayer(DecoderLayer):
             self.linear_attn = layers.GatedDeltaNet(config, index, stored="apart", norm_eps=DELTA_NORM_EPS)
             self.feedforward_layer_norm = layers.RMSNorm(size, eps)
         else:
-            self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, qk_norm="width")
+            self.self_attn = layers.Attention(config, index)
             self.post_attention_layernorm = layers.RMSNorm(size, eps)
             self.post_feedforward_layernorm = layers.RMSNorm(size, eps)
 
@@ -80,6 +88,7 @@ FAMILY = Family(
     architecture="OlmoHybridForCausalLM",
     layer=OlmoHybridLayer,
     cache=keys_and_values_or_states,
+    attention=AttentionForm(qk_norm=QKNorm.WIDTH),
     defaults={"vocab_size": 100_352, "max_position_embeddings": 65_536},
     linear=read_delta_nets,
     rotated_layers=read_rotated_layers,
