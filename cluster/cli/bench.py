@@ -22,6 +22,7 @@ from .cli_common import (
     flat,
     in_a_folder,
     new_group,
+    write_file,
 )
 from .load.options import InvalidLoad, ServeLoad, as_options
 from .options import (
@@ -82,7 +83,7 @@ def _show(table: Table, result: object, file: Path | None) -> None:
 
 def _write(result: object, file: Path | None) -> None:
     if file is not None:
-        file.write_text(json.dumps(result, indent=2) + "\n")
+        write_file(file, json.dumps(result, indent=2) + "\n")
 
 
 @bench_app.command(cls=EngineCommand, context_settings=ENGINE_ARGS)
@@ -181,7 +182,10 @@ def startup(
 
     engine_args = engine_args_from(context.args)
     try:
-        result = measure(model, num_iters_cold=num_iters_cold, num_iters_warm=num_iters_warm, engine_args=engine_args)
+        with _refusals_shown():
+            result = measure(
+                model, num_iters_cold=num_iters_cold, num_iters_warm=num_iters_warm, engine_args=engine_args
+            )
     except StartupFailed as error:
         fail(str(error), code=1)
     _report(result, json_file)
@@ -220,7 +224,7 @@ def serve(load: ServeLoad, json_file: JsonFile = None, report_file: ReportFile =
         except OSError as error:
             fail(f"--save-result: {error}", code=1)
     if report_file is not None:
-        report_file.write_text(report([result]))
+        write_file(report_file, report([result]))
         typer.echo(f"wrote {report_file}", err=True)
 
 
@@ -242,7 +246,7 @@ def report(
         page = make([result for file in results for result in read_results(file)])
     except NoResult as error:
         fail(str(error))
-    output.write_text(page)
+    write_file(output, page)
     typer.echo(f"wrote {output}")
 
 

@@ -125,6 +125,14 @@ def in_a_folder(file: Path | None) -> Path | None:
     return file
 
 
+def write_file(file: Path, text: str) -> None:
+    """Write a file, or end the command with an error message."""
+    try:
+        file.write_text(text)
+    except OSError as error:
+        fail(f"{file} cannot be written: {error.strerror}", code=1)
+
+
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", dir_okay=False, callback=in_a_folder, help="Also write the result to this file, as JSON."),

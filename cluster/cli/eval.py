@@ -16,7 +16,7 @@ from rich.table import Table
 
 from baton.cluster.recall import MOST_TOKENS, RecallServer, evaluate, make_questions
 
-from .cli_common import DEFAULT_URL, ApiKey, JsonFile, fail, flat, http_url, new_group
+from .cli_common import DEFAULT_URL, ApiKey, JsonFile, fail, flat, http_url, new_group, write_file
 from .http_client import ModelList, decoded, gateway_client, reason
 
 eval_app = new_group()
@@ -77,7 +77,7 @@ def recall(options: RecallOptions, json_file: JsonFile = None) -> None:
     result["duration_s"] = round(time.perf_counter() - start, 2)
     _print_result(result, console)
     if json_file:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        write_file(json_file, json.dumps(result, indent=1) + "\n")
     raise typer.Exit(0 if result["accuracy"] >= options.min_accuracy else 1)
 
 

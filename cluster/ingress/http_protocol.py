@@ -30,6 +30,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from baton.cluster.gateway.errors import ApiError, too_many_connections
 from baton.cluster.gateway.middleware import REFUSED
 
+from .http_transport import HeadWithBody, WatchedTransport
+
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers, including the empty line at their end
 PIECE_BYTES = (
     4096  # of a head, parsed at once: they hold at most some 200 requests, and while one waits no more are parsed
@@ -67,6 +69,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport = self._watched = WatchedTransport(transport, self.loop)  # type: ignore[assignment]
         self.flow = _BoundedFlow(transport, lambda: len(self._unread) < MAX_HEAD_BYTES)
         descriptor = transport.get_extra_info("socket").fileno()
         if descriptor > self._max_descriptor:  # the kernel assigns the lowest free number
@@ -76,10 +79,20 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop_deadline()
+        self._watched.unwatch()
         super().connection_lost(exc)
         if self._answered is not None:  # uvicorn tells only the newest request
             self._answered.disconnected = True
             self._answered.message_event.set()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watched.watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self._watched.is_closing():
+            self._watched.unwatch()
 
     def data_received(self, data: bytes) -> None:
         self._set_deadline()
@@ -118,7 +131,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if not self.pipeline:
             self._answered = self.cycle
         if self.parser.get_method() != b"HEAD":  # its answers are heads only
-            self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
+            self.cycle.transport = HeadWithBody(self._watched, self.loop)  # type: ignore[assignment]
         if self.parser.get_http_version() < "1.1":
             _answer_without_chunks(self.cycle)
 
@@ -240,37 +253,6 @@ class _BoundedFlow(FlowControl):
     def resume_reading(self) -> None:
         if self._may_read():
             super().resume_reading()
-
-
-class HeadWithBody:
-    """The transport of one answer. It holds the first piece back until the second one, or the loop's next turn."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._held = b""
-        self._begun = False
-
-    def write(self, data: bytes) -> None:
-        if not self._begun:
-            self._begun, self._held = True, data
-            self._loop.call_soon(self._release)
-        elif self._held:
-            held, self._held = self._held, b""
-            self._transport.write(held + data)
-        else:
-            self._transport.write(data)
-
-    def close(self) -> None:
-        self._release()
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def _release(self) -> None:
-        if self._held:
-            held, self._held = self._held, b""
-            self._transport.write(held)
 
 
 def _answer_without_chunks(cycle: RequestResponseCycle) -> None:

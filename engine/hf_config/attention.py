@@ -1,5 +1,6 @@
 """The kinds of attention that a config describes.
 
+form      biases, norms, gates and sinks
 heads     KV heads, if layers with a sliding window have other ones than layers with full attention
 windows   which layers have a sliding window
 latents   multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)
@@ -8,6 +9,7 @@ linear    layers with a recurrent state instead of keys and values
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +29,35 @@ class HeadShape:
     projects_values: bool = field(
         default=True, metadata=NEWER
     )  # false: values are copies of the keys before norm and rotation
+
+
+class QKNorm(enum.Enum):
+    """The RMSNorm of queries and keys before their rotation."""
+
+    HEAD = "head"  # of every head by itself
+    WIDTH = "width"  # of all query heads together, and of all key heads
+
+
+class Sinks(enum.Enum):
+    """The layers in which each query head has a learnt extra score in the softmax, without a key or a value."""
+
+    ALL = "all"
+    WINDOWS = "windows"  # layers with a window
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionForm:
+    """The attention layers of a family: their biases, norms, gates and sinks, and how checkpoints store them."""
+
+    qkv_bias: bool | None = None  # of the projections of queries, keys and values; None: as `attention_bias` says
+    output_bias: bool | None = None  # of the projection of the output; None: as `attention_bias` says
+    qk_norm: QKNorm | None = None
+    qk_norm_key: str | None = None  # key of a flag that switches the norms on; None: they are always there
+    v_norm: bool = False  # RMSNorm without weights of every value head
+    sinks: Sinks | None = None
+    gated: bool = False  # `q_proj` also has a gate behind each head's query; its sigmoid multiplies the head's output
+    merged: bool = False  # `qkv_proj` is one tensor in checkpoints
+    interleaved: bool = False  # neighbouring dimensions are rotated together, not those half of the rotated ones apart
 
 
 @dataclass(frozen=True)

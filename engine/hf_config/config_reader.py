@@ -126,18 +126,7 @@ def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> 
 def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that determine what the layers compute."""
     _refuse_what_no_layer_computes(keys, rules)
-    max_positions = keys.integer("max_position_embeddings")
-    own_ropes = rules.windows is not None and rules.windows.own_rope
-    partly_rotated = rules.rotary_fraction is not None
-    rope: Rope = NO_ROPE
-    window_rope = None
-    if own_ropes:
-        rope, window_rope = read_ropes_by_window(keys.values, max_positions, partly_rotated=partly_rotated)
-    elif rules.rotates is None or rules.rotates(keys):
-        rope = read_rope(keys.values, max_positions, partly_rotated=partly_rotated)
     latent = None if rules.latent is None else rules.latent(keys)
-    if ProportionalRope in (type(rope), type(window_rope)) and (partly_rotated or latent is not None):
-        raise UnsupportedModel(f"config.json: rope_type 'proportional' is not supported for {rules.architecture}")
     shape = _shape(keys, latent, rules)
     num_layers = shape["num_layers"]
     windows = read_layer_windows(rules.windows, keys, num_layers)
@@ -145,19 +134,34 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
     return {
         "architecture": rules.architecture,
         **shape,
+        **_ropes(rules, keys, windows),
         **_of_some_families(rules, keys, shape, windows),
         "latent": latent,
         "rms_norm_eps": keys.number(rules.norm_eps_key, 1e-6),
         "attention_bias": keys.flag("attention_bias", False),
         "mlp_bias": keys.flag("mlp_bias", False),
         "tie_word_embeddings": keys.flag("tie_word_embeddings", False),
-        "rope": rope,
-        "window_rope": window_rope,
         "scales": rules.scales(keys),
         "quantization": read_quantization(keys, folder.tensors),
         "moe": None if moe is None else checked_experts(moe, folder.tensors),
         "layer_windows": windows,
     }
+
+
+def _ropes(rules: ConfigRules, keys: Keys, windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """Return the fields about ropes, and about the layers that have none. A config without rotation needs no rope."""
+    max_positions, partly_rotated = keys.integer("max_position_embeddings"), rules.rotary_fraction is not None
+    rotated = () if rules.rotated_layers is None else rules.rotated_layers(keys, windows)
+    if rotated and not any(rotated):
+        return {"rope": NO_ROPE, "window_rope": None}
+    window_rope = None
+    if rules.windows is not None and rules.windows.own_rope:
+        rope, window_rope = read_ropes_by_window(keys.values, max_positions, partly_rotated=partly_rotated)
+    else:
+        rope = read_rope(keys.values, max_positions, partly_rotated=partly_rotated)
+    if ProportionalRope in (type(rope), type(window_rope)) and (partly_rotated or rules.latent is not None):
+        raise UnsupportedModel(f"config.json: rope_type 'proportional' is not supported for {rules.architecture}")
+    return {"rope": rope, "window_rope": window_rope, **({"rotated_layers": rotated} if rotated else {})}
 
 
 def _of_some_families(
@@ -174,14 +178,12 @@ def _of_some_families(
         fields["doubles_shared_mlps"] = keys.flag("use_double_wide_mlp", False)
     if rules.grows_queries:
         fields["query_growth"] = read_query_growth(keys.values)
-    if rules.rotated_layers is not None:
-        fields["rotated_layers"] = rules.rotated_layers(keys, windows)
     if rules.layer_inputs is not None:
         fields["layer_inputs"] = rules.layer_inputs(keys)
     if rules.mamba is not None:
         fields["mamba"] = rules.mamba(keys, shape["num_layers"])
-    if rules.norms_heads_key is not None:
-        fields["norms_heads"] = keys.flag(rules.norms_heads_key, False)
+    if rules.attention.qk_norm_key is not None:
+        fields["norms_heads"] = keys.flag(rules.attention.qk_norm_key, False)
     if rules.rotary_fraction is not None:
         default = rules.rotary_fraction
         if rules.rotary_dim_key is not None:
@@ -208,15 +210,22 @@ def _refuse_what_no_layer_computes(keys: Keys, rules: ConfigRules) -> None:
             f"config.json: {rules.activation_key} {activation!r} is not supported, only {computed!r}"
         )
     for name, only in rules.only.items():
-        if keys.values.get(name) not in (None, only):
+        given = keys.values.get(name)
+        if given not in (None, only):
             raise UnsupportedModel(
-                f"config.json: {name} {keys.values[name]!r} is not supported for {rules.architecture}, only {only!r}"
+                f"config.json: {name} {_as_given(given)} is not supported for {rules.architecture}, "
+                f"only {_as_given(only)}"
             )
     of_images = keys.values.get("use_bidirectional_attention") == "vision"  # attention of text tokens is still causal
     if not of_images and keys.values.get("use_bidirectional_attention") not in (None, False):
         raise UnsupportedModel(
             "config.json: use_bidirectional_attention is not supported: tokens see those before them"
         )
+
+
+def _as_given(value: Any) -> str:
+    """Return a value for a message: null, true and false as in JSON."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def _shape(keys: Keys, latent: LatentShape | None, rules: ConfigRules) -> dict[str, int]:

@@ -70,6 +70,8 @@ def read_eagle3(path: Path, model: ModelConfig) -> ModelConfig:
         moe=None,
         layer_inputs=None,
         rotary_fraction=1.0,
+        rotated_layers=(),
+        query_growth=None,
         tie_word_embeddings=False,
         num_draft_layers=0,
         quantization=None,

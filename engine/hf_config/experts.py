@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from .errors import InvalidModelConfig, UnsupportedModel
+from .errors import InvalidModelConfig
 from .keys import NEWER, Keys
 
 
@@ -106,13 +106,6 @@ def sparse_as_listed(keys: Keys, num_layers: int) -> tuple[bool, ...] | None:
             f"config.json: 'mlp_layer_types' must name {num_layers} layers 'sparse' or 'dense', not {kinds!r}"
         )
     return tuple(kind == "sparse" for kind in kinds)
-
-
-def require(keys: Keys, name: str, only: str, model: str) -> None:
-    """Raise `UnsupportedModel` if key `name` has another value than `only`."""
-    given = keys.values.get(name) or only
-    if given != only:
-        raise UnsupportedModel(f"config.json: {name} {given!r} is not supported for {model}, only {only!r}")
 
 
 def read_num_experts(keys: Keys, names: tuple[str, ...], default: int) -> int:

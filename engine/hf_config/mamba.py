@@ -192,10 +192,3 @@ def read_block_types(keys: Keys, known: Sequence[str], num_layers: int | None = 
     if num_layers is not None and len(kinds) != num_layers:
         raise InvalidModelConfig(f"config.json: {name} names {len(kinds)} layers, num_hidden_layers is {num_layers}")
     return kinds
-
-
-def refuse(keys: Keys, *flags: str) -> None:
-    """Raise `UnsupportedModel` if one of these keys is true."""
-    for name in flags:
-        if keys.flag(name, False):
-            raise UnsupportedModel(f"config.json: {name} true is not supported, only false")

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ..core.layout import CacheLayout, LayerCaches, StateLayout, StatePart
-from .attention import HeadShape, LatentShape, LinearAttentionShape, WindowRule
+from .attention import AttentionForm, HeadShape, LatentShape, LinearAttentionShape, QKNorm, WindowRule
 from .errors import UnsupportedModel
 from .experts import ExpertsConfig
 from .folder import GenerationDefaults
 from .keys import NEWER, Keys
 from .mamba import MAMBA, MLP, MambaShape
 from .quantization import Quantization
-from .rope import NoRope, QueryGrowth, Rope
+from .rope import NO_ROPE, NoRope, QueryGrowth, Rope, Rotation
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -120,6 +120,7 @@ class ConfigRules:
     cache: Callable[[ModelConfig, int], LayerCaches]  # what the layer with this index caches
     # Defaults of `transformers` for missing keys, if they differ between families or from the meaning of null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    attention: AttentionForm = field(default_factory=AttentionForm)
     windows: WindowRule | None = None  # None: every layer sees all keys, whatever the config says
     # KV heads of layers with full attention and of those with a window; None: `num_key_value_heads` of `head_dim`.
     heads: Callable[[Keys], tuple[HeadShape, HeadShape]] | None = None
@@ -131,16 +132,13 @@ class ConfigRules:
     linear: Callable[[Keys, int], LinearAttentionShape] | None = None  # given the number of layers; None: no such layer
     mamba: Callable[[Keys, int], MambaShape] | None = None  # given the number of layers; None: no such layer
     num_layers: Callable[[Keys], int] | None = None  # None: `num_hidden_layers`
-    rotates: Callable[[Keys], bool] | None = None  # whether queries and keys are rotated; None: always
-    # For each layer whether it rotates queries and keys, given the layers' windows; None: all do, or as `rotates` says.
+    # For each layer whether it rotates queries and keys, given the layers' windows; None, or (): all do.
     rotated_layers: Callable[[Keys, tuple[int | None, ...]], tuple[bool, ...]] | None = None
     grows_queries: bool = False  # whether the config may ask for `QueryGrowth`
     rotary_fraction: float | None = None  # default of the rotated share of a head's dimensions; None: always all
     rotary_dim_key: str | None = None  # key of the number of rotated dimensions, for configs that do not say the share
-    norms_heads_key: str | None = None  # key of `ModelConfig.norms_heads`
     only: Mapping[str, Any] = field(default_factory=dict)  # keys that change the result -> the only supported value
     scales: Callable[[Keys], Scales] = no_scales
-    has_gated_heads: bool = False  # whether `q_proj` also gives a gate for every value of a head's output
     norm_offset: float = 0.0  # added to the stored weights of norms
     activation: str = "silu"  # the layers' activation; a config with another one is refused
     activation_key: str = "hidden_act"  # its key in configs
@@ -174,10 +172,10 @@ class ModelConfig:
     kv_sources: tuple[int, ...] = ()  # for each layer, the one whose keys and values it reads; (): all read their own
     doubles_shared_mlps: bool = False  # whether layers that read another's keys and values have MLPs of twice the width
     layer_inputs: LayerInputShape | None = None
-    rotated_layers: tuple[bool, ...] = ()  # for each layer: whether it rotates queries and keys; (): all do
+    rotated_layers: tuple[bool, ...] = ()  # for each layer: whether it rotates queries and keys; (): as `rope` says
     query_growth: QueryGrowth | None = None
     rotary_fraction: float = 1.0  # share of a head's dimensions that are rotated
-    norms_heads: bool = False  # whether query and key heads are normed, in families that have both kinds of models
+    norms_heads: bool = False  # the flag `AttentionForm.qk_norm_key`, in families that have one
     rms_norm_eps: float
     attention_bias: bool
     mlp_bias: bool
@@ -268,9 +266,27 @@ class ModelConfig:
         """Return the index of the layer whose keys and values a layer reads, usually its own."""
         return self.kv_sources[layer] if self.kv_sources else layer
 
-    def rotates(self, layer: int) -> bool:
-        """Return whether a layer rotates queries and keys."""
-        return not self.rotated_layers or self.rotated_layers[layer]
+    @property
+    def qk_norm(self) -> QKNorm | None:
+        """The norm of queries and keys."""
+        form = self.rules.attention
+        return form.qk_norm if form.qk_norm_key is None or self.norms_heads else None
+
+    def rotation(self, layer: int) -> Rotation:
+        """Return the rotation of a layer's queries and keys: by `NO_ROPE` if the layer does not rotate them."""
+        own = None if self.layer_windows[layer] is None else self.window_rope
+        rope = self.rope if own is None else own
+        if self.rotated_layers and not self.rotated_layers[layer]:
+            rope = NO_ROPE
+        if self.latent is not None:
+            return Rotation(rope, self.latent.rope_dim)
+        dim = int(self.heads_of(layer).key_dim * self.rotary_fraction)
+        return Rotation(rope, min(dim, rope.most_dims) if isinstance(rope, NoRope) else dim)
+
+    @cached_property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """The distinct rotations of the layers. Each has a table of angles, `LayerContext.cos_sin`."""
+        return tuple(dict.fromkeys(self.rotation(layer) for layer in range(self.num_run_layers)))
 
     def mlp_width(self, layer: int) -> int:
         """Return the width of a layer's dense MLP."""
@@ -296,19 +312,3 @@ class ModelConfig:
         """True if some layers keep recurrent states."""
         linear, mamba = self.linear, self.mamba
         return (linear is not None and any(linear.layers)) or (mamba is not None and mamba.count(MAMBA) > 0)
-
-    @property
-    def rotary_dim(self) -> int:
-        """The number of dimensions of a head that are rotated."""
-        if self.latent is not None:
-            return self.latent.rope_dim
-        head_dim = self.head_dim if self.full_heads is None else self.full_heads.key_dim
-        rotated = int(head_dim * self.rotary_fraction)
-        return min(rotated, self.rope.most_dims) if isinstance(self.rope, NoRope) else rotated
-
-    @property
-    def window_rotary_dim(self) -> int:
-        """The number of dimensions of a head that are rotated in layers with a window."""
-        if self.window_heads is None:
-            return self.rotary_dim
-        return int(self.window_heads.key_dim * self.rotary_fraction)

@@ -125,6 +125,14 @@ class QueryGrowth:
     every: int
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """The rotation of a layer's queries and keys."""
+
+    rope: Rope
+    dim: int  # number of dimensions of each head that are rotated
+
+
 def default_positions(rope: Rope, max_positions: int) -> int:
     """Return the default of `max_model_len`. With YaRN, the config may state its positions before scaling."""
     if isinstance(rope, YarnRope):

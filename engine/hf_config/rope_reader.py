@@ -8,6 +8,7 @@ from typing import Any
 
 from .attention import FULL, SLIDING
 from .errors import InvalidModelConfig, UnsupportedModel
+from .keys import Keys
 from .rope import (
     DEFAULT_THETA,
     DynamicRope,
@@ -21,14 +22,26 @@ from .rope import (
 )
 
 
+def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `rope_scaling`, or else `rope_parameters` (transformers 5), of a config. Raises `InvalidModelConfig`.
+
+    If both are given, only `rope_scaling` counts, as in transformers.
+    """
+    return _object(config, "rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+
+
+def no_rotated_layers(keys: Keys, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Return the `ConfigRules.rotated_layers` of a model in which no layer rotates queries and keys."""
+    return (False,) * len(windows)
+
+
 def read_rope(config: Mapping[str, Any], max_positions: int, *, partly_rotated: bool = False) -> Rope:
-    """Read the rope of a Hugging Face config: `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5).
+    """Read the rope of a Hugging Face config: `rope_theta`, and what `rope_parameters` returns.
 
     `max_positions` is the config's `max_position_embeddings`. `partly_rotated` allows a `partial_rotary_factor`.
     Raises `ModelError`.
     """
-    given = _object(config, "rope_scaling" if config.get("rope_scaling") else "rope_parameters")
-    keys = {key: value for key, value in given.items() if value is not None}
+    keys = {key: value for key, value in rope_parameters(config).items() if value is not None}
     keys.setdefault("rope_theta", config.get("rope_theta") or DEFAULT_THETA)
     kind = keys.get("rope_type", keys.get("type", "default"))
     if kind in ("su", "yarn") and "long_factor" in keys:  # earlier names of longrope
@@ -70,7 +83,7 @@ def read_ropes_by_window(
 
 def read_query_growth(config: Mapping[str, Any]) -> QueryGrowth | None:
     """Read `llama_4_scaling_beta` of a rope; None without it. Raises `InvalidModelConfig`."""
-    keys = {**_object(config, "rope_parameters"), **_object(config, "rope_scaling")}
+    keys = rope_parameters(config)
     if keys.get("llama_4_scaling_beta") is None:
         return None
     every = _number(keys, "original_max_position_embeddings")
@@ -86,7 +99,7 @@ def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def read_rotary_fraction(config: Mapping[str, Any], default: float) -> float:
     """Return the fraction of a head's dimensions that are rotated. Raises `InvalidModelConfig`."""
-    ropes = {**_object(config, "rope_parameters"), **_object(config, "rope_scaling")}
+    ropes = rope_parameters(config)
     kinds = [ropes[kind] for kind in (FULL, SLIDING) if isinstance(ropes.get(kind), Mapping)]
     given = {kind.get("partial_rotary_factor") for kind in kinds}
     if len(given) > 1:

@@ -4,7 +4,8 @@
                      └── ResidualStream: the sum that every block reads through a norm and adds to
 
     weights      `method` (plain), `fp8`, `mxfp4`: their format in the checkpoint and in memory, and their products
-    attention    `attention` (keys and values), `mla` (latents), `rotary`; `delta_net`, `kda`, `mamba2` (states)
+    attention    `attention` with `head_projection` (keys and values), `mla` (latents), `rotary`
+    states       `delta_net`, `kda`, `mamba2`
     MLPs         `mlp`, `moe` with `experts`
     the rest     `norm` with the residual stream, `embedding`, `decoder` with `decoder_layer`
 

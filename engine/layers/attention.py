@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from baton.engine.core.layout import CachePlace
+from baton.engine.hf_config.attention import QKNorm, Sinks
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.hf_config.rope import NoRope
 from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
 from baton.kernels.activation import gate_heads
 from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attention, prepare
@@ -22,18 +21,9 @@ from baton.kernels.state_batch import StateBatch
 
 from .base import Layer, Parameter, Share, rows_at
 from .fp8 import ScalarScale
-from .linear import Linear, MergedLinear
+from .head_projection import HeadProjection, shared_heads
+from .linear import Linear
 from .norm import RMSNorm, norms_over_ranks
-
-
-@dataclass(frozen=True)
-class CosSin:
-    """Cosines and sines of the rotary angles of all positions, float32: see `layers.rotary.cos_sin_table`."""
-
-    plain: Tensor  # for layers with full attention
-    windowed: Tensor  # for layers with a sliding window: the same, unless the model gives them their own rope
-    query_factors: Tensor | None = None  # [positions], for queries: see `hf_config.rope.QueryGrowth`; None: all are 1
-    still: Tensor | None = None  # of angle 0, for layers that do not rotate; None: there are none
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,9 @@ class LayerContext:
     """A step's inputs that every layer reads, apart from the hidden states."""
 
     caches: tuple[GroupCache | StateCache, ...]  # one for each cache group
-    cos_sin: CosSin
+    # For each of `ModelConfig.rotations`, cosines and sines of all positions: see `layers.rotary.cos_sin_table`.
+    cos_sin: tuple[Tensor, ...]
+    query_factors: Tensor | None = None  # [T, 1, 1], of queries: see `hf_config.rope.QueryGrowth`; None: all are 1
     rows_of_ranks: tuple[int, ...] | None = None  # see `TokenRows.of_ranks`
     layer_inputs: Tensor | None = None  # see `TokenRows.layer_inputs`
 
@@ -119,112 +111,66 @@ class SelfAttention(TokenMixer):
 
 
 class Attention(SelfAttention):
-    """Projections, rotation, the KV write and attention of one decoder layer.
+    """Projections, norms, rotation, the KV write and attention of one decoder layer.
 
-    qk_norm     "head": RMSNorm of every query and key head before the rotation
-                "width": RMSNorm of all query heads together, and of all key heads
-    sinks       each query head has a learnt extra score in the softmax, without a key or a value
-    v_norm      RMSNorm without weights of every value head
-    merged      the checkpoint has the projections of queries, keys and values in one tensor, `qkv_proj`
-    interleaved  neighbouring dimensions of a head are rotated together, where otherwise dimensions half of the rotated
-                ones apart are; then those of queries and keys are reordered once they are loaded, as the kernels need
-    gated       `q_proj` also gives a gate for each query head, right after the query; the head's output is multiplied
-                by the gate's sigmoid
-
-    If `config.kv_source(layer)` is another layer, this one projects queries only and reads that layer's cache. Scores
-    are scaled and capped as `config.scales` says. `output_multiplier` is multiplied into the weights of `o_proj` once
-    they are loaded.
+    `config.rules.attention` says which of these a family has, and how they are stored; `config` gives the layer's
+    heads, window, rotation and factors. If `config.kv_source(layer)` is another layer, this one projects queries only
+    and reads that layer's cache.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        *,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        qk_norm: Literal["head", "width"] | None = None,
-        v_norm: bool = False,
-        sinks: bool = False,
-        gated: bool = False,
-        merged: bool = False,
-        interleaved: bool = False,
-        output_multiplier: float = 1.0,
-        in_features: int | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, in_features: int | None = None) -> None:
         """`in_features` is the width of the input, by default the model's hidden size."""
-        shape = config.heads_of(layer)
-        heads, kv_heads, dim, value_dim = config.num_heads, shape.num_kv_heads, shape.key_dim, shape.value_dim
-        self._q_parts = 1 + gated  # of each head in q_proj: the query, and its gate
-        parts = {"q_proj": self._q_parts * heads * dim}
-        self._source = config.kv_source(layer)  # the layer whose keys and values it reads
-        self._has_keys = self._source == layer
-        self._has_values = self._has_keys and shape.projects_values
-        if self._has_keys:
-            parts["k_proj"] = kv_heads * dim
-        if self._has_values:
-            parts["v_proj"] = kv_heads * value_dim
-        self._merged = merged
-        if merged:
-            parts = {"qkv_proj": sum(parts.values())}
-        assert not interleaved or (qk_norm is None and not gated), "norms and gates would have to be reordered, too"
-        self._interleaved = interleaved
-        self.qkv_proj = MergedLinear(in_features or config.hidden_size, parts, bias=qkv_bias)
-        self.o_proj = Linear(heads * value_dim, config.hidden_size, bias=output_bias)
+        form, shape, source = config.rules.attention, config.heads_of(layer), config.kv_source(layer)
+        self.qkv_proj = HeadProjection(config, layer, in_features)
+        bias = config.attention_bias if form.output_bias is None else form.output_bias
+        self.o_proj = Linear(config.num_heads * shape.value_dim, config.hidden_size, bias=bias)
+        self._output_factor = config.scales.attention_output
         # Factors of the cached keys and values; None: no factors.
         self.k_scale = ScalarScale() if config.cache_scales else None
         self.v_scale = ScalarScale() if config.cache_scales else None
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if qk_norm is not None:
-            q_width, k_width = (dim, dim) if qk_norm == "head" else (heads * dim, kv_heads * dim)
-            offset = config.rules.norm_offset
-            self.q_norm = RMSNorm(q_width, config.rms_norm_eps, offset=offset)
-            self.k_norm = RMSNorm(k_width, config.rms_norm_eps, offset=offset) if self._has_keys else None
-        self.sinks = Parameter(heads, dtype=torch.float32) if sinks else None
-        self.place = config.caches.place_of(self._source)
+        self._norms_width = config.qk_norm is QKNorm.WIDTH
+        if config.qk_norm is not None:
+            of_queries, of_keys = (config.num_heads, shape.num_kv_heads) if self._norms_width else (1, 1)
+            eps, offset = config.rms_norm_eps, config.rules.norm_offset
+            self.q_norm = RMSNorm(of_queries * shape.key_dim, eps, offset=offset)
+            if source == layer:
+                self.k_norm = RMSNorm(of_keys * shape.key_dim, eps, offset=offset)
+        self._norms_values = form.v_norm and source == layer
+        self._ones: Tensor | None = None  # weights of the norm of values
         self.window = config.layer_windows[layer]
-        self.scale = dim**-0.5 if config.scales.score is None else config.scales.score
+        has_sinks = form.sinks is Sinks.ALL or (form.sinks is Sinks.WINDOWS and self.window is not None)
+        self.sinks = Parameter(config.num_heads, dtype=torch.float32) if has_sinks else None
+        self.place = config.caches.place_of(source)
+        self.scale = shape.key_dim**-0.5 if config.scales.score is None else config.scales.score
         self.soft_cap = config.scales.score_cap
         self.eps = config.rms_norm_eps
-        self.num_heads, self.num_kv_heads = heads, kv_heads  # of this rank
-        self._head_dim, self._value_dim = dim, value_dim
-        has_own_rope = self.window is not None and config.window_rope is not None
-        self._rotates = config.rotates(layer)
-        self.rotary_dim = config.window_rotary_dim if has_own_rope else config.rotary_dim
-        if not self._rotates:
-            self.rotary_dim = min(self.rotary_dim, NoRope.most_dims)
-        self._norms_width = qk_norm == "width"
-        self._norms_values = v_norm
-        self._ones: Tensor | None = None  # weights of the norm of values
-        self._output_multiplier = output_multiplier
+        self.num_heads, self.num_kv_heads = config.num_heads, shape.num_kv_heads  # of this rank
+        rotation = config.rotation(layer)
+        self.rotary_dim = rotation.dim
+        self._rotation = config.rotations.index(rotation)
         self._group: Group = ALONE  # the ranks that the heads are divided over
         self._rule: AttentionRule | None = None
 
     def divide(self, groups: ParallelGroups) -> None:
-        """Divide the heads over the ranks, in order. With fewer KV heads than ranks, several ranks share a KV head."""
+        """Divide the heads over the ranks, as `HeadProjection.divide` does."""
         heads, kv_heads = Share.part(self.num_heads, groups.tp), shared_heads(self.num_kv_heads, groups.tp)
-        q, k, v = heads.times(self._head_dim), kv_heads.times(self._head_dim), kv_heads.times(self._value_dim)
-        shares = {"q_proj": heads.times(self._q_parts * self._head_dim), "k_proj": k, "v_proj": v}
-        if self._merged:
-            shares = {"qkv_proj": Share.of_sections(list(shares.values()))}
-        self.qkv_proj.keep_parts({name: shares[name] for name in self.qkv_proj.parts})
-        self.o_proj.keep_columns(heads.times(self._value_dim), groups.tp)
+        self.qkv_proj.divide(groups)
+        self.o_proj.keep_columns(heads.times(self.qkv_proj.value_dim), groups.tp)
         if self.sinks is not None:
             self.sinks.keep(0, heads)
         if self._norms_width and self.q_norm is not None and self.k_norm is not None:
-            self.q_norm.weight.keep(0, q)
-            self.k_norm.weight.keep(0, k)
+            self.q_norm.weight.keep(0, heads.times(self.qkv_proj.head_dim))
+            self.k_norm.weight.keep(0, kv_heads.times(self.qkv_proj.head_dim))
         self._group = groups.tp
         self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
 
     def prepare(self, cache: GroupCache) -> AttentionBatch:
-        return prepare(cache.batch, cache.kv, num_heads=self.num_heads, head_dim=self._head_dim)
+        return prepare(cache.batch, cache.kv, num_heads=self.num_heads, head_dim=self.qkv_proj.head_dim)
 
     def finish(self) -> None:
-        if self._interleaved:
-            self.qkv_proj.reorder_rows(self._halves_apart().to(self.qkv_proj.weights["weight"].data.device))
-        self.o_proj.multiply_rows([(self.o_proj.out_features, self._output_multiplier)])
+        self.o_proj.multiply_rows([(self.o_proj.out_features, self._output_factor)])
         super().finish()
         if self._norms_values:
             assert self.q_norm is not None, "models norm values where they norm queries"
@@ -250,32 +196,24 @@ class Attention(SelfAttention):
         cache, index, rule = context.kv_at(self.place), self.place.index, self._rule
         batch, kv = cache.batch, cache.kv
         assert rule is not None, "finish() comes before the first call"
-        q, k, v = self._heads(self.qkv_proj(hidden, norm=norm))
-        gate = None
-        if self._q_parts > 1:
-            q, gate = (part.squeeze(2) for part in q.unflatten(1, (-1, 2)).split(1, dim=2))
-            q = q.contiguous()
-        if context.cos_sin.query_factors is not None:
-            q = q * context.cos_sin.query_factors[batch.positions][:, None, None]
-        q_norm = k_norm = None
-        if self.q_norm is not None:
-            if self._norms_width and self.k_norm is not None:
-                normed = norms_over_ranks([(self.q_norm, q.flatten(1)), (self.k_norm, k.flatten(1))], self._group)
-                q, k = (part.unflatten(1, (-1, self._head_dim)) for part in normed)
-            else:
-                q_norm = self.q_norm.weight.data
-                k_norm = None if self.k_norm is None else self.k_norm.weight.data
+        q, k, v, gate = self.qkv_proj.heads(hidden, norm=norm)
+        if self._ones is not None:
+            v = self._normed_values(v, self._ones)
+        if context.query_factors is not None:
+            q = q * context.query_factors
+        if self._norms_width:
+            q, k = self._normed_widths(q, k)
         q = rope_and_cache(
             q,
             k,
             v,
-            self._angles(context.cos_sin),
+            context.cos_sin[self._rotation],
             kv,
             index,
             batch,
             rotary_dim=self.rotary_dim,
-            q_norm=q_norm,
-            k_norm=k_norm,
+            q_norm=self._head_norm(self.q_norm),
+            k_norm=self._head_norm(self.k_norm),
             eps=self.eps,
             k_scale=rule.k_scale,
             v_scale=rule.v_scale,
@@ -286,42 +224,19 @@ class Attention(SelfAttention):
         out = out.flatten(1)
         return self.o_proj(out if wanted is None else rows_at(out, wanted), add_to=add_to)
 
-    def _halves_apart(self) -> Tensor:
-        """Return an order of the outputs in which dimensions that are rotated together lie half of those apart."""
-        rows = torch.arange(self.qkv_proj.out_features)
-        rotated = self.num_heads + self._has_keys * self.num_kv_heads  # the heads of queries, then those of keys
-        heads = rows[: rotated * self._head_dim].view(rotated, self._head_dim)[:, : self.rotary_dim]
-        heads.copy_(torch.cat([heads[:, 0::2], heads[:, 1::2]], dim=1))
-        return rows
+    def _head_norm(self, norm: RMSNorm | None) -> Tensor | None:
+        """Return the weights of a norm of every head, which is computed with the rotation."""
+        return None if norm is None or self._norms_width else norm.weight.data
 
-    def _angles(self, cos_sin: CosSin) -> Tensor:
-        if not self._rotates:
-            assert cos_sin.still is not None, "the model has layers that do not rotate"
-            return cos_sin.still
-        return cos_sin.plain if self.window is None else cos_sin.windowed
+    def _normed_widths(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norms of all query heads together, and of all key heads, on all ranks."""
+        assert self.q_norm is not None, "this layer norms queries"
+        assert self.k_norm is not None, "such models have keys in all layers"
+        normed = norms_over_ranks([(self.q_norm, q.flatten(1)), (self.k_norm, k.flatten(1))], self._group)
+        first, second = (part.unflatten(1, (-1, self.qkv_proj.head_dim)) for part in normed)
+        return first, second
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the heads of q (each followed by its gate, if the layer is gated), k and v, [T, heads, dim].
-
-        Without a projection of values, they are copies of the keys. A layer that reads another layer's cache has no
-        heads of k and v.
-        """
-        dim, value_dim = self._head_dim, self._value_dim
-        keys, values = self._has_keys * self.num_kv_heads * dim, self._has_values * self.num_kv_heads * value_dim
-        q, k, v = qkv.split([self._q_parts * self.num_heads * dim, keys, values], dim=1)
-        q, k = q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim))
-        if not self._has_keys:
-            return q, k, k
-        v = v.unflatten(1, (-1, value_dim)) if self._has_values else k.clone()
-        return q, k, v if self._ones is None else self._normed_values(v)
-
-    def _normed_values(self, values: Tensor) -> Tensor:
-        assert self._ones is not None, "finish() comes before the first call"
-        normed = rms_norm(values.contiguous(), self._ones, self.eps)
+    def _normed_values(self, values: Tensor, ones: Tensor) -> Tensor:
+        normed = rms_norm(values.contiguous(), ones, self.eps)
         assert isinstance(normed, Tensor)
         return normed
-
-
-def shared_heads(count: int, group: Group) -> Share:
-    """Return the KV heads that this rank's query heads read. If there are fewer than ranks, several ranks share one."""
-    return Share(group.rank * count // group.size, max(1, count // group.size), count)

@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.hf_config.model_config import LayerInputShape, ModelConfig
-from baton.engine.hf_config.rope import NO_ROPE, Rope
 from baton.kernels.activation import soft_cap
 from baton.kernels.linear import RowNorm
 
-from .attention import CosSin, GroupCache, LayerContext, SelfAttention, StateCache, TokenMixer
+from .attention import GroupCache, LayerContext, SelfAttention, StateCache, TokenMixer
 from .base import Layer, RankRows, TokenRows
 from .decoder_layer import DecoderLayer, LayerStep
 from .draft_head import DraftHead, DraftStates
@@ -107,7 +106,8 @@ class CausalLM(Layer):
             self.lm_head = TiedHead(self.model.embed_tokens)
         else:
             self.lm_head = Head(config.hidden_size, config.vocab_size)
-        self._cos_sin: CosSin | None = None
+        self._cos_sin: tuple[Tensor, ...] | None = None
+        self._query_factors: Tensor | None = None  # of each position: see `QueryGrowth`; None: all are 1
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         rules = self.config.rules
@@ -157,20 +157,10 @@ class CausalLM(Layer):
 
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().allocate(device, dtype)
-        config = self.config
-
-        def table(rope: Rope, rotary_dim: int) -> Tensor:
-            return cos_sin_table(rope, rotary_dim, config.max_model_len, device)
-
-        of_all, windowed = table(config.rope, config.rotary_dim), None
-        if config.window_rope is not None:
-            windowed = table(config.window_rope, config.window_rotary_dim)
-        factors = still = None
-        if config.query_growth is not None and config.max_model_len > config.query_growth.every:
-            factors = query_factors(config.query_growth, config.max_model_len).to(device, dtype)
-        if not all(config.rotated_layers):
-            still = table(NO_ROPE, min(config.rotary_dim, NO_ROPE.most_dims))
-        self._cos_sin = CosSin(of_all, of_all if windowed is None else windowed, factors, still)
+        growth, length = self.config.query_growth, self.config.max_model_len
+        self._cos_sin = tuple(cos_sin_table(each, length, device) for each in self.config.rotations)
+        if growth is not None and length > growth.every:
+            self._query_factors = query_factors(growth, length).to(device, dtype)
 
     def prepare(self, caches: Sequence[GroupCache | StateCache]) -> tuple[GroupCache | StateCache, ...]:
         """Return the caches with the attention kernels' plan of this step, made once for each cache group."""
@@ -234,7 +224,12 @@ class CausalLM(Layer):
 
     def _context(self, caches: Sequence[GroupCache | StateCache]) -> LayerContext:
         assert self._cos_sin is not None, "allocate() comes before the first step"
-        return LayerContext(self.prepare(caches), self._cos_sin)
+        prepared = self.prepare(caches)
+        factors = self._query_factors
+        if factors is not None:
+            batch = next(cache.batch for cache in prepared if isinstance(cache, GroupCache))
+            factors = factors[batch.positions][:, None, None]
+        return LayerContext(prepared, self._cos_sin, factors)
 
     @torch.inference_mode()
     def draft(

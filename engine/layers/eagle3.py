@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.hf_config.model_config import Eagle3Shape, ModelConfig
 
-from .attention import Attention, CosSin, GroupCache, LayerContext, StateCache
+from .attention import Attention, GroupCache, LayerContext, StateCache
 from .base import Layer, Parameter, Slot, TokenRows, join, rows_at
 from .draft_head import DraftStates
 from .embedding import Embedding, Head
@@ -31,10 +31,10 @@ class Eagle3Layer(Layer):
     """Attention of two hidden states side by side, and an MLP."""
 
     def __init__(self, config: ModelConfig, shape: Eagle3Shape) -> None:
-        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = Attention(config, 0, qkv_bias=bias, output_bias=bias, in_features=2 * size)
+        self.self_attn = Attention(config, 0, in_features=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size, bias=config.mlp_bias)
         self._adds_to_normed = shape.goes_on_normed
@@ -70,7 +70,7 @@ class Eagle3Head(Layer):
         self.d2t = Parameter(shape.vocab_size, dtype=torch.int64) if shape.vocab_size < config.vocab_size else None
         self._embedding = (embedding,)  # in a tuple, so that `Layer.children` does not find it
         self._token_ids: Tensor | None = None  # the model's token id for each of the head's
-        self._cos_sin: CosSin | None = None
+        self._cos_sin: tuple[Tensor, ...] | None = None
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
@@ -87,8 +87,7 @@ class Eagle3Head(Layer):
     def allocate(self, device: torch.device | str, dtype: torch.dtype) -> None:
         super().allocate(device, dtype)
         config = self.config
-        table = cos_sin_table(config.rope, config.rotary_dim, config.max_model_len, device)
-        self._cos_sin = CosSin(table, table)
+        self._cos_sin = tuple(cos_sin_table(each, config.max_model_len, device) for each in config.rotations)
         if self.d2t is not None:
             self.d2t.data.zero_()  # valid token ids even if no checkpoint fills it
 

@@ -23,8 +23,9 @@ from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
 from baton.kernels.ssd import SSDDrafts, TimeSteps, ssd
 
-from .attention import LayerContext, TokenMixer, shared_heads
+from .attention import LayerContext, TokenMixer
 from .base import Parameter, Share, rows_at
+from .head_projection import shared_heads
 from .linear import Linear
 from .norm import RMSNorm
 from .recurrent import DepthwiseConv, LayerStates

@@ -66,6 +66,7 @@ class LatentAttention(SelfAttention):
         self.scale = score_scale(shape, config.rope)
         self.num_heads, self.num_kv_heads = heads, 1
         self._shape = shape
+        self._rotation = config.rotations.index(config.rotation(layer))
 
     def divide(self, groups: ParallelGroups) -> None:
         """Divide the heads over the ranks, in order. Every rank computes and caches the latents."""
@@ -103,7 +104,7 @@ class LatentAttention(SelfAttention):
             q[..., shape.nope_dim :],
             compressed,
             kv_norm.weight.data,
-            context.cos_sin.plain,
+            context.cos_sin[self._rotation],
             kv,
             index,
             batch,

@@ -19,18 +19,20 @@ from baton.engine.hf_config.rope import (
     ProportionalRope,
     QueryGrowth,
     Rope,
+    Rotation,
     ScaledRope,
     YarnRope,
 )
 
 
-def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
+def cos_sin_table(rotation: Rotation, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
     """Return [num_positions, 2 n] float32: the cosines of a position's n angles, then their sines.
 
-    n is head_dim / 2, or the number of rotated pairs if the rope rotates only the first ones.
+    n is half of the rotated dimensions, or fewer if the rope rotates only the first pairs of them.
     """
-    turning = _turning(rope, head_dim) if isinstance(rope, ProportionalRope) else head_dim // 2
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies(rope, head_dim)[:turning]
+    rope, dim = rotation.rope, rotation.dim
+    turning = _turning(rope, dim) if isinstance(rope, ProportionalRope) else dim // 2
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies(rope, dim)[:turning]
     scale = rope.attention_factor if isinstance(rope, ScaledRope | YarnRope) else 1.0
     return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1).to(device)
 

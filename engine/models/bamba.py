@@ -18,14 +18,12 @@ class BambaLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.mamba is not None, "a config of this family has Mamba-2"
-        size, eps, bias, scales = config.hidden_size, config.rms_norm_eps, config.attention_bias, config.scales
+        size, eps, scales = config.hidden_size, config.rms_norm_eps, config.scales
         self.input_layernorm = layers.RMSNorm(size, eps)
         self.mamba = layers.Mamba2(config, index) if config.mamba.has(index, MAMBA) else None
         self.self_attn: layers.Attention | None = None
         if config.mamba.has(index, ATTENTION):
-            self.self_attn = layers.Attention(
-                config, index, qkv_bias=bias, output_bias=bias, output_multiplier=scales.attention_output
-            )
+            self.self_attn = layers.Attention(config, index)
         self.pre_ff_layernorm = layers.RMSNorm(size, eps)
         self.feed_forward = layers.GatedMLP(
             size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.engine import layers
 from baton.engine.hf_config.attention import read_latent
 from baton.engine.hf_config.errors import UnsupportedModel
-from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_behind_dense
+from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, sparse_behind_dense
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import latents
 from baton.engine.hf_config.model_config import ModelConfig
@@ -34,9 +34,6 @@ class DeepseekV2Layer(DecoderLayer):
 
 
 def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
-    if keys.flag("norm_topk_prob", False):
-        raise UnsupportedModel("config.json: norm_topk_prob is not supported for DeepSeek-V2, no checkpoint has it")
-    require(keys, "scoring_func", "softmax", "DeepSeek-V2")
     method = keys.values.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(f"config.json: topk_method {method!r} is not supported for DeepSeek-V2")
@@ -58,6 +55,7 @@ FAMILY = Family(
     architecture="DeepseekV2ForCausalLM",
     layer=DeepseekV2Layer,
     cache=latents,
+    only={"norm_topk_prob": False, "scoring_func": "softmax"},
     experts=read_experts,
     latent=read_latent,
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from baton.engine.hf_config.attention import LatentShape, read_latent
 from baton.engine.hf_config.errors import UnsupportedModel
-from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_behind_dense
+from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, sparse_behind_dense
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import latents
 from baton.engine.hf_config.model_config import DraftRules, ModelConfig
 
 from . import Family
 from .deepseek_v2 import DeepseekV2Layer
+
+CHOICE_OF_EXPERTS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # the only values that `read_experts` reads
 
 
 class DeepseekV3Layer(DeepseekV2Layer):
@@ -24,8 +26,6 @@ def read_v3_latent(keys: Keys) -> LatentShape:
 
 
 def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
-    require(keys, "scoring_func", "sigmoid", "DeepSeek-V3")
-    require(keys, "topk_method", "noaux_tc", "DeepSeek-V3")
     width = keys.integer("moe_intermediate_size", 2048)
     return ExpertsConfig(
         num_experts=read_num_experts(keys, ("n_routed_experts", "num_local_experts", "num_experts"), 256),
@@ -68,6 +68,7 @@ FAMILY = Family(
     layer=DeepseekV3Layer,
     cache=latents,
     defaults={"norm_topk_prob": True, "rope_interleave": True, "num_nextn_predict_layers": 1},
+    only=CHOICE_OF_EXPERTS,
     experts=read_experts,
     latent=read_v3_latent,
     ignored_tensors=draft_layers,

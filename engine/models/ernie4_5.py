@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import AttentionForm
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -15,7 +16,7 @@ class Ernie45Layer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, interleaved=True)
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size)
 
@@ -28,6 +29,7 @@ FAMILY = Family(
     architecture="Ernie4_5ForCausalLM",
     layer=Ernie45Layer,
     cache=keys_and_values,
+    attention=AttentionForm(qkv_bias=False, output_bias=False, interleaved=True),
     defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
     only={"use_bias": False},
 )

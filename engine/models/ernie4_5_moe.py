@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import AttentionForm
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values
@@ -27,7 +28,7 @@ class Ernie45MoeLayer(DecoderLayer):
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.moe is not None, "a config of this family has experts"
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, interleaved=True)
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: layers.FeedForward
         if config.moe.sparse_layers[index]:
@@ -74,6 +75,7 @@ FAMILY = Family(
     architecture="Ernie4_5_MoeForCausalLM",
     layer=Ernie45MoeLayer,
     cache=keys_and_values,
+    attention=AttentionForm(qkv_bias=False, output_bias=False, interleaved=True),
     defaults={
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import FULL, SLIDING, WindowRule
+from baton.engine.hf_config.attention import FULL, SLIDING, AttentionForm, QKNorm, WindowRule
 from baton.engine.hf_config.errors import InvalidModelConfig
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values
@@ -20,7 +20,7 @@ class Exaone4Layer(DecoderLayer):
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        self.self_attn = layers.Attention(config, index, qk_norm="head")
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size)
         self.post_feedforward_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -51,6 +51,7 @@ FAMILY = Family(
     architecture="Exaone4ForCausalLM",
     layer=Exaone4Layer,
     cache=keys_and_values,
+    attention=AttentionForm(qkv_bias=False, output_bias=False, qk_norm=QKNorm.HEAD),
     defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096},
     windows=WindowRule(listed=True, kinds=read_kinds),
     rotated_layers=read_rotated_layers,

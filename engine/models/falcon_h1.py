@@ -14,7 +14,6 @@ from baton.engine.hf_config.mamba import (
     MambaNorm,
     MambaShape,
     read_mamba,
-    refuse,
 )
 from baton.engine.hf_config.model_config import Scales
 
@@ -47,7 +46,6 @@ def read_scales(keys: Keys) -> Scales:
 
 
 def read_falcon(keys: Keys, num_layers: int) -> MambaShape:
-    refuse(keys, "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
     norm = MambaNorm.NONE
     if keys.flag("mamba_rms_norm", False):
         norm = MambaNorm.NORM_FIRST if keys.flag("mamba_norm_before_gate", True) else MambaNorm.GATE_FIRST
@@ -80,6 +78,7 @@ FAMILY = Family(
     layer=FalconH1Layer,
     cache=caches_of_blocks,
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "mamba_d_ssm": 1024},
+    only={"attention_bias": False, "mlp_bias": False, "mamba_proj_bias": False, "projectors_bias": False},
     mamba=read_falcon,
     scales=read_scales,
     names={"norm": "final_layernorm"},

@@ -23,9 +23,9 @@ class Gemma2Layer(DecoderLayer):
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
-        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias)
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
         self.pre_feedforward_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
         self.mlp = layers.GatedMLP(size, config.intermediate_size, activation=layers.Activation.GELU_TANH)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import WindowRule
-from baton.engine.hf_config.errors import UnsupportedModel
-from baton.engine.hf_config.keys import Keys
+from baton.engine.hf_config.attention import AttentionForm, QKNorm, WindowRule
 from baton.engine.hf_config.layer_caches import keys_and_values
-from baton.engine.hf_config.model_config import ModelConfig, Scales
+from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family
@@ -22,9 +20,9 @@ class Gemma3Layer(DecoderLayer):
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
-        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, qk_norm="head")
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
         self.pre_feedforward_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
         self.mlp = layers.GatedMLP(size, config.intermediate_size, activation=layers.Activation.GELU_TANH)
@@ -35,18 +33,12 @@ class Gemma3Layer(DecoderLayer):
         step.feed_forward(self.mlp, before=self.pre_feedforward_layernorm, behind=self.post_feedforward_layernorm)
 
 
-def read_capless_scales(keys: Keys) -> Scales:
-    scales = read_scales(keys)
-    if scales.score_cap is not None:  # transformers ignores the key
-        raise UnsupportedModel("config.json: attn_logit_softcapping is not supported: attention of Gemma 3 has no cap")
-    return scales
-
-
 FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     inside={"Gemma3ForConditionalGeneration": "gemma3_text"},
     layer=Gemma3Layer,
     cache=keys_and_values,
+    attention=AttentionForm(qk_norm=QKNorm.HEAD),
     defaults={
         "vocab_size": 262_208,
         "num_attention_heads": 8,
@@ -61,7 +53,8 @@ FAMILY = Family(
         "rope_local_base_freq": 10_000.0,
     },
     windows=WindowRule(listed=True, pattern=6, own_rope=True),
-    scales=read_capless_scales,
+    only={"attn_logit_softcapping": None},  # transformers ignores it
+    scales=read_scales,
     norm_offset=NORM_OFFSET,
     activation="gelu_pytorch_tanh",
     activation_key="hidden_activation",

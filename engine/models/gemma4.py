@@ -6,7 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import FULL, SLIDING, WindowRule, read_heads_by_window, read_kv_sources
+from baton.engine.hf_config.attention import (
+    FULL,
+    SLIDING,
+    AttentionForm,
+    QKNorm,
+    WindowRule,
+    read_heads_by_window,
+    read_kv_sources,
+)
 from baton.engine.hf_config.errors import InvalidModelConfig
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.keys import Keys
@@ -33,11 +41,9 @@ class Gemma4Layer(DecoderLayer):
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = layers.RMSNorm(size, eps)
-        self.self_attn = layers.Attention(
-            config, index, qkv_bias=bias, output_bias=bias, qk_norm="head", v_norm=config.kv_source(index) == index
-        )
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(size, eps)
         self.pre_feedforward_layernorm = layers.RMSNorm(size, eps)
         self.mlp = layers.GatedMLP(size, config.mlp_width(index), activation=layers.Activation.GELU_TANH)
@@ -125,6 +131,7 @@ FAMILY = Family(
     inside={"Gemma4ForConditionalGeneration": "gemma4_text"},
     layer=Gemma4Layer,
     cache=keys_and_values_or_shared,
+    attention=AttentionForm(qk_norm=QKNorm.HEAD, v_norm=True),
     defaults={
         "vocab_size": 262_144,
         "num_attention_heads": 8,

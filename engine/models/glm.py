@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import AttentionForm
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -18,7 +19,7 @@ class GlmLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, qkv_bias=config.attention_bias, interleaved=True)
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size, merged="gate_up_proj")
 
@@ -31,6 +32,7 @@ FAMILY = Family(
     architecture="GlmForCausalLM",
     layer=GlmLayer,
     cache=keys_and_values,
+    attention=AttentionForm(output_bias=False, interleaved=True),
     defaults={"attention_bias": True, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07},
     rotary_fraction=0.5,
 )

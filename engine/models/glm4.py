@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import AttentionForm
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -19,7 +20,7 @@ class Glm4Layer(DecoderLayer):
     def __init__(self, config: ModelConfig, index: int) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = layers.RMSNorm(size, eps)
-        self.self_attn = layers.Attention(config, index, qkv_bias=config.attention_bias, interleaved=True)
+        self.self_attn = layers.Attention(config, index)
         self.post_self_attn_layernorm = layers.RMSNorm(size, eps)
         self.post_attention_layernorm = layers.RMSNorm(size, eps)
         self.mlp = layers.GatedMLP(size, config.intermediate_size, merged="gate_up_proj")
@@ -34,6 +35,7 @@ FAMILY = Family(
     architecture="Glm4ForCausalLM",
     layer=Glm4Layer,
     cache=keys_and_values,
+    attention=AttentionForm(output_bias=False, interleaved=True),
     defaults={"attention_bias": True, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07},
     rotary_fraction=0.5,
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import AttentionForm, QKNorm
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family
-from .deepseek_v3 import DRAFT_RULES, draft_layers, read_experts
+from .deepseek_v3 import CHOICE_OF_EXPERTS, DRAFT_RULES, draft_layers, read_experts
 
 
 class Glm4MoeLayer(DecoderLayer):
@@ -20,9 +21,7 @@ class Glm4MoeLayer(DecoderLayer):
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.moe is not None, "a config of this family has experts"
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(
-            config, index, qkv_bias=config.attention_bias, qk_norm="head" if config.norms_heads else None
-        )
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: layers.FeedForward
         if config.moe.sparse_layers[index]:
@@ -39,6 +38,7 @@ FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     layer=Glm4MoeLayer,
     cache=keys_and_values,
+    attention=AttentionForm(output_bias=False, qk_norm=QKNorm.HEAD, qk_norm_key="use_qk_norm"),
     defaults={
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
@@ -53,7 +53,7 @@ FAMILY = Family(
         "num_nextn_predict_layers": 1,
     },
     key_names={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-    norms_heads_key="use_qk_norm",
+    only=CHOICE_OF_EXPERTS,
     rotary_fraction=0.5,
     experts=read_experts,
     ignored_tensors=draft_layers,

@@ -9,7 +9,7 @@ from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import latents
 
 from . import Family
-from .deepseek_v3 import DRAFT_RULES, DeepseekV3Layer, draft_layers, read_experts, read_v3_latent
+from .deepseek_v3 import CHOICE_OF_EXPERTS, DRAFT_RULES, DeepseekV3Layer, draft_layers, read_experts, read_v3_latent
 
 
 class Glm4MoeLiteLayer(DeepseekV3Layer):
@@ -43,6 +43,7 @@ FAMILY = Family(
         "num_nextn_predict_layers": 1,
     },
     key_names={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    only=CHOICE_OF_EXPERTS,
     experts=read_listed_experts,
     latent=read_v3_latent,
     ignored_tensors=draft_layers,

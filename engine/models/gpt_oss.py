@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import FULL, SLIDING, WindowRule
+from baton.engine.hf_config.attention import FULL, SLIDING, AttentionForm, Sinks, WindowRule
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values
@@ -21,9 +21,8 @@ class GptOssLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.moe is not None, "a config of this family has experts"
-        bias = config.attention_bias
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, sinks=True)
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = layers.MoE(config.hidden_size, config.moe, names={"gate": "router"})
 
@@ -54,6 +53,7 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     layer=GptOssLayer,
     cache=keys_and_values,
+    attention=AttentionForm(sinks=Sinks.ALL),
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 64,

@@ -15,11 +15,9 @@ class GraniteLayer(DecoderLayer):
     """x + attention(norm(x)) * m, then x + mlp(norm(x)) * m, with `residual_multiplier` m."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        size, eps, bias, scales = config.hidden_size, config.rms_norm_eps, config.attention_bias, config.scales
+        size, eps, scales = config.hidden_size, config.rms_norm_eps, config.scales
         self.input_layernorm = layers.RMSNorm(size, eps)
-        self.self_attn = layers.Attention(
-            config, index, qkv_bias=bias, output_bias=bias, output_multiplier=scales.attention_output
-        )
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(size, eps)
         self.mlp = layers.GatedMLP(
             size, config.intermediate_size, bias=config.mlp_bias, output_multiplier=scales.mlp_output

@@ -10,6 +10,7 @@ from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import caches_of_blocks
 from baton.engine.hf_config.mamba import ATTENTION, MAMBA, MLP, MOE, MambaShape, read_block_types, read_mamba
 from baton.engine.hf_config.model_config import ModelConfig, Scales
+from baton.engine.hf_config.rope_reader import no_rotated_layers
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder_layer import DecoderLayer
 
@@ -24,16 +25,14 @@ class GraniteMoeHybridLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.mamba is not None, "a config of this family has Mamba-2"
-        size, eps, bias, scales = config.hidden_size, config.rms_norm_eps, config.attention_bias, config.scales
+        size, eps, scales = config.hidden_size, config.rms_norm_eps, config.scales
         self.input_layernorm = layers.RMSNorm(size, eps)
         self.mamba: layers.Mamba2 | None = None
         self.self_attn: layers.Attention | None = None
         if config.mamba.has(index, MAMBA):
             self.mamba = layers.Mamba2(config, index)
         else:
-            self.self_attn = layers.Attention(
-                config, index, qkv_bias=bias, output_bias=bias, output_multiplier=scales.attention_output
-            )
+            self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(size, eps)
         mlp = layers.GatedMLP(
             size, config.intermediate_size, merged="input_linear", output_multiplier=scales.mlp_output
@@ -96,8 +95,8 @@ def read_granite(keys: Keys, num_layers: int) -> MambaShape:
     return read_mamba(keys, blocks, output_multiplier=keys.number("residual_multiplier", 1.0))
 
 
-def rotates(keys: Keys) -> bool:
-    return keys.values.get("position_embedding_type") == "rope"
+def read_rotated_layers(keys: Keys, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    return () if keys.values.get("position_embedding_type") == "rope" else no_rotated_layers(keys, windows)
 
 
 FAMILY = Family(
@@ -108,6 +107,6 @@ FAMILY = Family(
     mamba=read_granite,
     experts=read_experts,
     scales=read_scales,
-    rotates=rotates,
+    rotated_layers=read_rotated_layers,
     mlp_width_key="shared_intermediate_size",
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import AttentionForm, QKNorm
 from baton.engine.hf_config.experts import ExpertsConfig, sparse_as_listed
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values
@@ -26,9 +27,8 @@ class HyV3Layer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.moe is not None, "a config of this family has experts"
-        bias = config.attention_bias
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, qk_norm="head")
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: layers.FeedForward
         if config.moe.sparse_layers[index]:
@@ -73,6 +73,7 @@ FAMILY = Family(
     architecture="HYV3ForCausalLM",
     layer=HyV3Layer,
     cache=keys_and_values,
+    attention=AttentionForm(qk_norm=QKNorm.HEAD),
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0},
     key_names={"num_local_experts": "num_experts"},
     only={"mlp_bias": False},

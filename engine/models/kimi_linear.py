@@ -9,18 +9,17 @@ from baton.engine import layers
 from baton.engine.hf_config.attention import (
     FULL,
     LINEAR,
-    LatentShape,
     LinearAttentionShape,
     check_linear,
     linear_layers,
     read_latent,
 )
-from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
-from baton.engine.hf_config.experts import ExpertsConfig, require, sparse_as_listed, sparse_behind_dense
+from baton.engine.hf_config.errors import InvalidModelConfig
+from baton.engine.hf_config.experts import ExpertsConfig, sparse_as_listed, sparse_behind_dense
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import latents_or_states
-from baton.engine.hf_config.mamba import refuse
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.rope_reader import no_rotated_layers
 from baton.engine.layers.base import Layer
 from baton.engine.layers.decoder_layer import DecoderLayer
 
@@ -55,13 +54,6 @@ class KimiLinearLayer(DecoderLayer):
     def __call__(self, step: layers.LayerStep) -> None:
         step.attend(self.self_attn, before=self.input_layernorm)
         step.feed_forward(self.mlp, before=self.post_attention_layernorm)
-
-
-def read_unrotated_latent(keys: Keys) -> LatentShape:
-    refuse(keys, "tie_word_embeddings")  # transformers ignores it
-    if not keys.flag("mla_use_nope", True):
-        raise UnsupportedModel("config.json: mla_use_nope false is not supported, only true: latents are not rotated")
-    return read_latent(keys)
 
 
 def read_delta_attention(keys: Keys, num_layers: int) -> LinearAttentionShape:
@@ -100,7 +92,6 @@ def _kinds(nested: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
-    require(keys, "moe_router_activation_func", "sigmoid", "Kimi Linear")
     width = keys.integer("moe_intermediate_size", 1024)
     return ExpertsConfig(
         num_experts=keys.integer("num_local_experts", 256),
@@ -119,10 +110,6 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
     )
 
 
-def never(keys: Keys) -> bool:
-    return False
-
-
 FAMILY = Family(
     architecture="KimiLinearForCausalLM",
     layer=KimiLinearLayer,
@@ -136,8 +123,13 @@ FAMILY = Family(
         "num_experts_per_token": "num_experts_per_tok",
         "num_shared_experts": "n_shared_experts",
     },
+    only={
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "tie_word_embeddings": False,  # transformers ignores it
+    },
     linear=read_delta_attention,
-    latent=read_unrotated_latent,
+    latent=read_latent,
     experts=read_experts,
-    rotates=never,
+    rotated_layers=no_rotated_layers,
 )

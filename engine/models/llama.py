@@ -14,9 +14,8 @@ class LlamaLayer(DecoderLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)); with biases if the config says so."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        bias = config.attention_bias
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias)
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import FULL, SLIDING, HeadShape, WindowRule
+from baton.engine.hf_config.attention import FULL, SLIDING, AttentionForm, HeadShape, Sinks, WindowRule
 from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
-from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, require, sparse_as_listed
+from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, sparse_as_listed
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import DraftRules, ModelConfig, Scales
@@ -32,13 +32,7 @@ class MiMoV2FlashLayer(DecoderLayer):
         assert config.moe is not None, "a config of this family has experts"
         size = config.hidden_size
         self.input_layernorm = layers.RMSNorm(size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(
-            config,
-            index,
-            qkv_bias=config.attention_bias,
-            sinks=config.layer_windows[index] is not None,
-            output_multiplier=config.scales.attention_output,
-        )
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(size, config.rms_norm_eps)
         self._is_draft = index >= config.num_layers
         self.mlp: layers.FeedForward
@@ -86,12 +80,6 @@ def read_kinds(keys: Keys, num_layers: int) -> list[str]:
 
 
 def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
-    require(keys, "scoring_func", "sigmoid", "MiMo-V2-Flash")
-    require(keys, "topk_method", "noaux_tc", "MiMo-V2-Flash")
-    if keys.values.get("n_shared_experts"):
-        raise UnsupportedModel("config.json: n_shared_experts is not supported for MiMo-V2-Flash")
-    if keys.flag("add_full_attention_sink_bias", False) or not keys.flag("add_swa_attention_sink_bias", True):
-        raise UnsupportedModel("config.json: attention sinks are supported in all layers with a window, in no others")
     sparse = sparse_as_listed(keys, num_layers)
     if sparse is None and keys.values.get("moe_layer_freq") is not None:
         sparse = _layer_flags(keys, "moe_layer_freq", num_layers)
@@ -137,6 +125,7 @@ FAMILY = Family(
     architecture="MiMoV2FlashForCausalLM",
     layer=MiMoV2FlashLayer,
     cache=keys_and_values,
+    attention=AttentionForm(output_bias=False, sinks=Sinks.WINDOWS),
     defaults={
         "num_key_value_heads": 4,
         "head_dim": 192,
@@ -148,6 +137,13 @@ FAMILY = Family(
         "num_nextn_predict_layers": 3,  # missing in the authors' config.json
     },
     key_names={"swa_rope_theta": "rope_local_base_freq", "layernorm_epsilon": "rms_norm_eps"},
+    only={
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_shared_experts": 0,
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+    },
     heads=read_heads,
     windows=WindowRule(listed=True, kinds=read_kinds, beside_key="sliding_window_size", own_rope=True),
     rotary_fraction=0.334,

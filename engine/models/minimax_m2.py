@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import AttentionForm, QKNorm
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values
@@ -28,7 +29,7 @@ class MiniMaxM2Layer(DecoderLayer):
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.moe is not None, "a config of this family has experts"
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, qk_norm="width")
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = layers.MoE(config.hidden_size, config.moe)
 
@@ -65,6 +66,7 @@ FAMILY = Family(
     architecture="MiniMaxM2ForCausalLM",
     layer=MiniMaxM2Layer,
     cache=keys_and_values,
+    attention=AttentionForm(qkv_bias=False, output_bias=False, qk_norm=QKNorm.WIDTH),
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5_000_000.0},
     key_names={"num_experts": "num_local_experts"},
     only={"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.engine.hf_config.attention import WindowRule
+from baton.engine.hf_config.attention import AttentionForm, WindowRule
 from baton.engine.hf_config.layer_caches import keys_and_values
 
 from . import Family
@@ -32,6 +32,7 @@ FAMILY = Family(
     inside={"Mistral3ForConditionalGeneration": "ministral3"},
     layer=Ministral3Layer,
     cache=keys_and_values,
+    attention=AttentionForm(qkv_bias=False, output_bias=False),
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": ROPE},
     windows=WindowRule(),
     grows_queries=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import WindowRule
+from baton.engine.hf_config.attention import AttentionForm, WindowRule
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -30,6 +30,7 @@ FAMILY = Family(
     inside={"Mistral3ForConditionalGeneration": "mistral"},
     layer=MistralLayer,
     cache=keys_and_values,
+    attention=AttentionForm(qkv_bias=False, output_bias=False),
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     windows=WindowRule(listed=True),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import WindowRule
+from baton.engine.hf_config.attention import AttentionForm, WindowRule
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values
@@ -54,6 +54,7 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     layer=MixtralLayer,
     cache=keys_and_values,
+    attention=AttentionForm(qkv_bias=False, output_bias=False),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     windows=WindowRule(),
     experts=read_experts,

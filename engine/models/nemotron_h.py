@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import AttentionForm
 from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts
 from baton.engine.hf_config.keys import Keys
@@ -17,9 +18,9 @@ from baton.engine.hf_config.mamba import (
     MambaShape,
     read_block_types,
     read_mamba,
-    refuse,
 )
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.engine.hf_config.rope_reader import no_rotated_layers
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family
@@ -81,10 +82,6 @@ def read_blocks(keys: Keys) -> Blocks:
 
 def read_nemotron(keys: Keys, num_layers: int) -> MambaShape:
     """Read the Mamba-2 mixers. Time steps are limited by `time_step_limit`, as in training, not by `time_step_min`."""
-    refuse(keys, "attention_bias", "mlp_bias", "residual_in_fp32", "tie_word_embeddings")
-    activation = keys.values.get("mamba_hidden_act") or "silu"
-    if activation != "silu":
-        raise UnsupportedModel(f"config.json: mamba_hidden_act {activation!r} is not supported, only 'silu'")
     return read_mamba(keys, read_blocks(keys), KEYS, head_dim=64, num_groups=8, state_dim=128)
 
 
@@ -115,10 +112,6 @@ def count_layers(keys: Keys) -> int:
     return len(read_blocks(keys))
 
 
-def never(keys: Keys) -> bool:
-    return False
-
-
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:
     return ("mtp.*",)
 
@@ -127,6 +120,7 @@ FAMILY = Family(
     architecture="NemotronHForCausalLM",
     layer=NemotronHLayer,
     cache=caches_of_blocks,
+    attention=AttentionForm(qkv_bias=False, output_bias=False),
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -134,10 +128,17 @@ FAMILY = Family(
         "max_position_embeddings": 4096,
         "layer_norm_epsilon": 1e-5,
     },
+    only={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "residual_in_fp32": False,
+        "tie_word_embeddings": False,
+        "mamba_hidden_act": "silu",
+    },
     mamba=read_nemotron,
     num_layers=count_layers,
     experts=read_experts,
-    rotates=never,
+    rotated_layers=no_rotated_layers,
     activation="relu2",
     activation_key="mlp_hidden_act",
     norm_eps_key="layer_norm_epsilon",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import AttentionForm, QKNorm
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -14,8 +15,7 @@ class Olmo2Layer(DecoderLayer):
     """x + norm(attention(x)), then x + norm(mlp(x)); one norm over all query heads, and one over all key heads."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        bias = config.attention_bias
-        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, qk_norm="width")
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size)
         self.post_feedforward_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -26,5 +26,9 @@ class Olmo2Layer(DecoderLayer):
 
 
 FAMILY = Family(
-    architecture="Olmo2ForCausalLM", layer=Olmo2Layer, cache=keys_and_values, defaults={"rms_norm_eps": 1e-5}
+    architecture="Olmo2ForCausalLM",
+    layer=Olmo2Layer,
+    cache=keys_and_values,
+    attention=AttentionForm(qk_norm=QKNorm.WIDTH),
+    defaults={"rms_norm_eps": 1e-5},
 )

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import FULL, LINEAR, LinearAttentionShape, check_linear_heads, linear_layers
+from baton.engine.hf_config.attention import (
+    FULL,
+    LINEAR,
+    AttentionForm,
+    LinearAttentionShape,
+    QKNorm,
+    check_linear_heads,
+    linear_layers,
+)
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values_or_states
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.hf_config.rope import DEFAULT_THETA
+from baton.engine.hf_config.rope_reader import no_rotated_layers, rope_parameters
 from baton.engine.layers.decoder_layer import DecoderLayer
 
 from . import Family
@@ -24,7 +33,7 @@ class OlmoHybridLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.linear is not None, "a config of this family has linear attention"
-        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.mlp = layers.GatedMLP(size, config.intermediate_size)
         self.linear_attn: layers.GatedDeltaNet | None = None
         if config.linear.layers[index]:
@@ -32,7 +41,7 @@ class OlmoHybridLayer(DecoderLayer):
             self.linear_attn = layers.GatedDeltaNet(config, index, stored="apart", norm_eps=DELTA_NORM_EPS)
             self.feedforward_layer_norm = layers.RMSNorm(size, eps)
         else:
-            self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, qk_norm="width")
+            self.self_attn = layers.Attention(config, index)
             self.post_attention_layernorm = layers.RMSNorm(size, eps)
             self.post_feedforward_layernorm = layers.RMSNorm(size, eps)
 
@@ -69,19 +78,19 @@ def _kinds(num_layers: int) -> list[str]:
     return [FULL if layer % 4 == 3 else LINEAR for layer in range(num_layers)]
 
 
-def rotates(keys: Keys) -> bool:
-    """Return false if `rope_theta` is null. A config without the key has a rope, as in transformers."""
-    rope = keys.values.get("rope_scaling") or keys.values.get("rope_parameters") or {}
-    values = {**keys.values, **rope} if isinstance(rope, dict) else keys.values
-    return values.get("rope_theta", DEFAULT_THETA) is not None
+def read_rotated_layers(keys: Keys, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Return that no layer rotates if `rope_theta` is null. Without that key, all do, as in transformers."""
+    values = {**keys.values, **rope_parameters(keys.values)}
+    return () if values.get("rope_theta", DEFAULT_THETA) is not None else no_rotated_layers(keys, windows)
 
 
 FAMILY = Family(
     architecture="OlmoHybridForCausalLM",
     layer=OlmoHybridLayer,
     cache=keys_and_values_or_states,
+    attention=AttentionForm(qk_norm=QKNorm.WIDTH),
     defaults={"vocab_size": 100_352, "max_position_embeddings": 65_536},
     linear=read_delta_nets,
-    rotates=rotates,
+    rotated_layers=read_rotated_layers,
     ignored_tensors=draft_layers,
 )

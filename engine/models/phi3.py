@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import WindowRule
+from baton.engine.hf_config.attention import AttentionForm, WindowRule
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -16,7 +16,7 @@ class Phi3Layer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, merged=True)
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size, merged="gate_up_proj")
 
@@ -29,6 +29,7 @@ FAMILY = Family(
     architecture="Phi3ForCausalLM",
     layer=Phi3Layer,
     cache=keys_and_values,
+    attention=AttentionForm(qkv_bias=False, output_bias=False, merged=True),
     defaults={"rms_norm_eps": 1e-5},
     windows=WindowRule(),
     rotary_fraction=1.0,

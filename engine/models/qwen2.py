@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import WindowRule
+from baton.engine.hf_config.attention import AttentionForm, WindowRule
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -19,7 +19,7 @@ class Qwen2Layer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, qkv_bias=True)
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size)
 
@@ -32,6 +32,7 @@ FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     layer=Qwen2Layer,
     cache=keys_and_values,
+    attention=AttentionForm(qkv_bias=True, output_bias=False),
     defaults={"num_key_value_heads": 32, "max_window_layers": 28},
     windows=WindowRule(switched=True, listed=True, from_layer=True),
 )

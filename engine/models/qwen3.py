@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import WindowRule
+from baton.engine.hf_config.attention import AttentionForm, QKNorm, WindowRule
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -15,9 +15,8 @@ class Qwen3Layer(DecoderLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)); a norm on every query and key head before the rotation."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
-        bias = config.attention_bias
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, qk_norm="head")
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size)
 
@@ -31,6 +30,7 @@ FAMILY = Family(
     inside={"Qwen3VLForConditionalGeneration": "qwen3_vl_text"},
     layer=Qwen3Layer,
     cache=keys_and_values,
+    attention=AttentionForm(qk_norm=QKNorm.HEAD),
     defaults={"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
     windows=WindowRule(switched=True, listed=True, from_layer=True),
 )

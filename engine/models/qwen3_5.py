@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import read_linear_attention
+from baton.engine.hf_config.attention import AttentionForm, QKNorm, read_linear_attention
 from baton.engine.hf_config.layer_caches import keys_and_values_or_states
 from baton.engine.hf_config.model_config import DraftRules, ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -21,16 +21,14 @@ class Qwen35Layer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.linear is not None, "a config of this family has linear attention"
-        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
         self.linear_attn: layers.GatedDeltaNet | None = None
         self.self_attn: layers.Attention | None = None
         if config.linear.layers[index]:
             self.linear_attn = self.make_delta_net(config, index)
         else:
-            self.self_attn = layers.Attention(
-                config, index, qkv_bias=bias, output_bias=bias, qk_norm="head", gated=True
-            )
+            self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
         self.mlp = self.make_mlp(config, index)
 
@@ -71,10 +69,10 @@ FAMILY = Family(
     inside={"Qwen3_5ForConditionalGeneration": "qwen3_5_text"},
     layer=Qwen35Layer,
     cache=keys_and_values_or_states,
+    attention=AttentionForm(qk_norm=QKNorm.HEAD, gated=True),
     defaults={"num_key_value_heads": 4, "head_dim": 256},
     linear=read_linear_attention,
     rotary_fraction=0.25,
-    has_gated_heads=True,
     norm_offset=NORM_OFFSET,
     ignored_tensors=draft_layers,
     draft=DRAFT_RULES,

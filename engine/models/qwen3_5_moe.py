@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import read_linear_attention
+from baton.engine.hf_config.attention import AttentionForm, QKNorm, read_linear_attention
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values_or_states
@@ -34,6 +34,7 @@ FAMILY = Family(
     inside={"Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text"},
     layer=Qwen35MoeLayer,
     cache=keys_and_values_or_states,
+    attention=AttentionForm(qk_norm=QKNorm.HEAD, gated=True),
     defaults={
         "num_key_value_heads": 2,
         "head_dim": 256,
@@ -45,7 +46,6 @@ FAMILY = Family(
     linear=read_linear_attention,
     experts=read_experts_and_shared,
     rotary_fraction=0.25,
-    has_gated_heads=True,
     norm_offset=NORM_OFFSET,
     ignored_tensors=draft_layers,
     draft=DRAFT_RULES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import WindowRule
+from baton.engine.hf_config.attention import AttentionForm, QKNorm, WindowRule
 from baton.engine.hf_config.errors import InvalidModelConfig
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts
 from baton.engine.hf_config.keys import Keys
@@ -22,9 +22,8 @@ class Qwen3MoeLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         assert config.moe is not None, "a config of this family has experts"
-        bias = config.attention_bias
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, qkv_bias=bias, output_bias=bias, qk_norm="head")
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: layers.FeedForward
         if config.moe.sparse_layers[index]:
@@ -56,6 +55,7 @@ FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     layer=Qwen3MoeLayer,
     cache=keys_and_values,
+    attention=AttentionForm(qk_norm=QKNorm.HEAD),
     defaults={"num_key_value_heads": 4},
     windows=WindowRule(switched=True),
     experts=read_experts,

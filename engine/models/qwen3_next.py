@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import read_linear_attention
+from baton.engine.hf_config.attention import AttentionForm, QKNorm, read_linear_attention
 from baton.engine.hf_config.layer_caches import keys_and_values_or_states
 from baton.engine.hf_config.model_config import ModelConfig
 
@@ -29,6 +29,7 @@ FAMILY = Family(
     architecture="Qwen3NextForCausalLM",
     layer=Qwen3NextLayer,
     cache=keys_and_values_or_states,
+    attention=AttentionForm(qk_norm=QKNorm.HEAD, gated=True),
     defaults={
         "num_key_value_heads": 2,
         "head_dim": 256,
@@ -40,7 +41,6 @@ FAMILY = Family(
     linear=read_linear_attention,
     experts=read_experts_and_shared,
     rotary_fraction=0.25,
-    has_gated_heads=True,
     norm_offset=NORM_OFFSET,
     ignored_tensors=draft_layers,
     draft=DRAFT_RULES,

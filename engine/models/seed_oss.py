@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
+from baton.engine.hf_config.attention import AttentionForm
 from baton.engine.hf_config.layer_caches import keys_and_values
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -15,7 +16,7 @@ class SeedOssLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = layers.Attention(config, index, qkv_bias=config.attention_bias)
+        self.self_attn = layers.Attention(config, index)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = layers.GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
@@ -28,6 +29,7 @@ FAMILY = Family(
     architecture="SeedOssForCausalLM",
     layer=SeedOssLayer,
     cache=keys_and_values,
+    attention=AttentionForm(output_bias=False),
     defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
     only={"attention_out_bias": False},
 )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 _STARTUP_TIMEOUT_S = 600.0
+REFUSAL = "refusal"  # key of a message in the output of a process that starts an engine
 
 
 class StartupFailed(RuntimeError):
@@ -95,7 +96,7 @@ def startup(
     """Measure the seconds from the first import to an engine that is ready, each time in a new process.
 
     Cold starts find no compiled kernels. `warm_startup_phases` has the mean seconds of each phase of warm starts.
-    Raises `StartupFailed`.
+    Raises `ValueError` for a model or arguments that `LLM` refuses, `StartupFailed` if a process fails otherwise.
     """
     args = {"model": model, **(engine_args or {})}
     cold = [_start_once(args, cold=True) for _ in range(num_iters_cold)]
@@ -159,14 +160,21 @@ def _start_once(args: Mapping[str, Any], cold: bool) -> dict[str, Any]:
             raise StartupFailed(f"no engine after {_STARTUP_TIMEOUT_S:.0f} s") from error
     if done.returncode != 0:
         raise StartupFailed(f"exit code {done.returncode}: {done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if REFUSAL in result:
+        raise ValueError(result[REFUSAL])
+    return result
 
 
 def _main() -> None:
-    """Start one engine in this process. Reads engine arguments as JSON from argv, prints the seconds as JSON."""
+    """Start one engine in this process. Reads arguments as JSON from argv, prints seconds or a refusal as JSON."""
     start = time.perf_counter()
     args = json.loads(sys.argv[1])
-    llm = engine_for(args.pop("model"), args)
+    try:
+        llm = engine_for(args.pop("model"), args)
+    except ValueError as error:
+        print(json.dumps({REFUSAL: str(error)}))
+        return
     seconds = time.perf_counter() - start
     print(json.dumps({"total_startup_time": seconds, "phases": llm.engine.startup_s}))
 

@@ -184,7 +184,7 @@ def _has_mlp(model: ModelConfig, layer: int) -> bool:
 def _attention(model: ModelConfig, layer: int, path: str, ranks: int) -> Iterator[_Matrix]:
     heads, count = model.heads_of(layer), model.num_heads
     kv_heads, held = heads.num_kv_heads, max(1, heads.num_kv_heads // ranks)
-    of_query = heads.key_dim * (2 if model.rules.has_gated_heads else 1)
+    of_query = heads.key_dim * (2 if model.rules.attention.gated else 1)
     rows = [_divided(count * of_query, ranks, "self_attn.q_proj", "mixer.q_proj")]
     if model.kv_source(layer) == layer:
         rows.append(_Part(("self_attn.k_proj", "mixer.k_proj"), kv_heads * heads.key_dim, held * heads.key_dim))

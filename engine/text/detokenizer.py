@@ -39,10 +39,13 @@ class IncrementalDetokenizer:
         )
         self._length = 0
 
-    @property
-    def length(self) -> int:
-        """Number of characters returned so far: the text offset of the next token."""
-        return self._length
+    def offset_of(self, token_id: int) -> int:
+        """Return the offset at which the text of this token will begin if it is pushed next, in characters.
+
+        A token that goes on with an incomplete character begins where that begins. If it does not go on with it, it
+        begins behind the U+FFFD for the incomplete one.
+        """
+        return self._length + (0 if token_id in self._skipped else self._stream.num_before(token_id))
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that these tokens add, without a character that is still incomplete."""
@@ -58,6 +61,10 @@ class IncrementalDetokenizer:
 
 
 class _Stream(Protocol):
+    def num_before(self, token_id: int) -> int:
+        """Return how many characters of the text that `push` would return belong to earlier tokens."""
+        ...
+
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
@@ -73,6 +80,11 @@ class _ByteStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = b"".join(tokenizer.token_bytes(token) for token in context)
         self._utf8.decode(tail[_last_character(tail) :])
+
+    def num_before(self, token_id: int) -> int:
+        incomplete, _ = self._utf8.getstate()
+        first = self._tokenizer.token_bytes(token_id)[:1]
+        return 1 if incomplete and first and not _goes_on(incomplete, first) else 0
 
     def push(self, token_id: int) -> str:
         piece = self._tokenizer.token_bytes(token_id)
@@ -95,6 +107,13 @@ class _WindowStream:
         self._window = list(context)
         self._given = len(self._decode(self._window))
         self._settled = len(self._window)  # number of tokens in the window whose text has been returned
+
+    def num_before(self, token_id: int) -> int:
+        if self._settled == len(self._window):
+            return 0
+        before, after = self._decode(self._window), self._decode([*self._window, token_id])
+        is_incomplete = after.endswith(_REPLACEMENT)  # then the token may go on with the incomplete character
+        return len(before) - self._given if after.startswith(before) and not is_incomplete else 0
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -127,6 +146,15 @@ def _last(token_ids: Sequence[int], skipped: frozenset[int], count: int) -> list
         if token not in skipped:
             found.append(token)
     return found[::-1]
+
+
+def _goes_on(incomplete: bytes, byte: bytes) -> bool:
+    """Return whether a byte is a part of the character whose beginning is `incomplete`."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(incomplete + byte)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _last_character(data: bytes) -> int:

@@ -43,10 +43,9 @@ class TextStream:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
 
-    @property
-    def length(self) -> int:
-        """Number of characters decoded so far, including those held back: the text offset of the next token."""
-        return self._detokenizer.length
+    def offset_of(self, token_id: int) -> int:
+        """Return the offset of a token's text if it is pushed next: see `IncrementalDetokenizer.offset_of`."""
+        return self._detokenizer.offset_of(token_id)
 
     def push(self, token_ids: Sequence[int], *, finished: bool = False, stop_token_id: int | None = None) -> TextDelta:
         """Return the text that these tokens add.

@@ -129,7 +129,8 @@ class SequenceDetokenizer:
             raise ValueError("tokens without their log probabilities")
         for index, token in enumerate(output.token_ids):
             if output.logprobs is not None and not (hides_last and index == last):
-                self._waiting.append(LocatedToken(self._stream.length, output.logprobs.part(index, index + 1)))
+                offset = self._stream.offset_of(token)
+                self._waiting.append(LocatedToken(offset, output.logprobs.part(index, index + 1)))
             stop_token_id = output.stop_token_id if index == last else None
             piece = self._stream.push([token], stop_token_id=stop_token_id)
             text += piece.text

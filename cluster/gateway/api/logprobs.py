@@ -144,7 +144,7 @@ def prompt_positions(
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
 
     def position(token_id: int, entry: TokenLogprobs | None) -> Position:
-        offset = detokenizer.length
+        offset = detokenizer.offset_of(token_id)
         is_framing = token_id in tokenizer.special_token_ids  # added around the text by the tokenizer
         if not is_framing or text.startswith(tokenizer.token_text(token_id), offset):
             detokenizer.push([token_id])

@@ -38,6 +38,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
+        self.num_dropped = 0  # references that were ever dropped
         self.prefix_queries = 0  # tokens, see `record_lookup`
         self.prefix_hits = 0
         self._refs = [0] * num_blocks
@@ -67,8 +68,12 @@ class BlockPool:
 
     def fits(self, prefix: Sequence[int], num_blocks: int) -> bool:
         """Return whether a table of `num_blocks` blocks that begins with the cached `prefix` can be allocated now."""
+        return self.num_lacking(prefix, num_blocks) <= 0
+
+    def num_lacking(self, prefix: Sequence[int], num_blocks: int) -> int:
+        """Return how many more free blocks such a table needs than there are; it fits if none, or a negative number."""
         free_in_prefix = sum(self._refs[block] == 0 for block in prefix)
-        return num_blocks - len(prefix) <= self.num_free - free_in_prefix
+        return num_blocks - len(prefix) - self.num_free + free_in_prefix
 
     def take(self, prefix: Sequence[int], num_blocks: int) -> list[int]:
         """Reference the cached blocks `prefix`, and allocate the rest of a table of `num_blocks`; see `fits`."""
@@ -98,6 +103,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block, the last block first: so the beginnings of prefixes survive longest."""
         refs, hashes = self._refs, self._hashes
+        self.num_dropped += len(blocks)
         for block in reversed(blocks):
             if refs[block] < 1:
                 raise BlockPoolCorrupted(f"block {block} was released more often than taken")

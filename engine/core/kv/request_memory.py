@@ -5,16 +5,14 @@ lookup ──> reserve ──> register, grow ... ──> give_back_behind ...  
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from ..prefix import BlockHash, extend_block_hashes
 from ..requests.request import Request
 from ..tiers import KVTiers
-from .blocks import BlockPool
 from .cache_groups import IN_TIERS, CacheGroup, FullGroup, StateGroup
+from .table_starts import Shortage, TableStart
 
 MOST_KNOWN = 16  # lookups to remember: at least as many as there are requests examined near the queue's head
 
@@ -49,18 +47,6 @@ class RestorePlan(NamedTuple):
     prefix: PrefixLookup  # the hit after the restore: the longest that pool and tiers allow in all groups
     missing: Sequence[MissingBlock]  # blocks to restore, group by group; only blocks that will be read
     num_tokens: int  # tokens that need not be computed then, beyond the hits in the pool
-
-
-class _TableStart(NamedTuple):
-    """The table in one group with which a request starts."""
-
-    first: int  # the first entry that the request owns
-    hits: Sequence[int]  # cached blocks, from that entry on; IN_TIERS: a new block, to be restored
-    num_entries: int
-
-    @property
-    def cached(self) -> Sequence[int]:
-        return [block for block in self.hits if block != IN_TIERS] if IN_TIERS in self.hits else self.hits
 
 
 class _CachedLookup(NamedTuple):
@@ -161,18 +147,31 @@ class RequestMemory:
         """Return how many blocks of a table the request needs to start, cached ones included."""
         return self._blocks_for(request.num_to_hold)
 
-    def fits(self, request: Request, without: Sequence[Request] = ()) -> bool:
-        """Return whether the request's blocks can be allocated now, or once the requests `without` release theirs."""
-        return self._fit(self._starts(request, self.lookup(request)), [other.owned_blocks() for other in without])
+    def fits(self, request: Request) -> bool:
+        """Return whether the request's blocks can be allocated now."""
+        return self._fit(self._starts(request, self.lookup(request)))
 
-    def _fit(self, starts: Sequence[_TableStart], owned: Sequence[Sequence[Sequence[int]]] = ()) -> bool:
-        """Return whether these tables can be allocated, once others have released the `owned` blocks of each group."""
-        return all(
-            _fits(group.pool, start, without=[blocks[number] for blocks in owned])
-            for number, (group, start) in enumerate(zip(self._groups, starts, strict=True))
-        )
+    def _fit(self, starts: Sequence[TableStart]) -> bool:
+        """Return whether these tables can be allocated now."""
+        return all(start.fits(pool) for pool, start in zip(self._pools, starts, strict=True))
 
-    def _starts(self, request: Request, prefix: PrefixLookup) -> list[_TableStart]:
+    def shortage(self, request: Request, without: Sequence[Request]) -> Shortage | None:
+        """Return the blocks that the request lacks even once the requests `without` release theirs; None: none."""
+        starts = self._starts(request, self.lookup(request))
+        owned = [other.owned_blocks() for other in without]
+        for number, (pool, start) in enumerate(zip(self._pools, starts, strict=True)):
+            num_lacking = start.num_lacking(pool, [blocks[number] for blocks in owned])
+            if num_lacking > 0:
+                return Shortage(request.priority, starts, pool, pool.num_dropped + num_lacking)
+        return None
+
+    def lasts(self, shortage: Shortage, request: Request) -> bool:
+        """Return whether a request still has a shortage, whoever has released blocks or begun to share them since."""
+        if shortage.pool.num_dropped >= shortage.most_dropped or shortage.priority != request.priority:
+            return False
+        return shortage.starts == self._starts(request, self.lookup(request))
+
+    def _starts(self, request: Request, prefix: PrefixLookup) -> list[TableStart]:
         """Return the tables with which a request starts.
 
         For KV that another engine has, they hold only the entries that the token behind that KV reads.
@@ -186,7 +185,7 @@ class RequestMemory:
             num_there = loaded // self._block_size
             firsts = [max(hit.first, group.first_visible(loaded)) for group, hit in self._with(prefix.hits)]
         return [
-            _TableStart(first, hit.blocks[first - hit.first :], group.entries_at_start(num_blocks, num_there))
+            TableStart(first, hit.blocks[first - hit.first :], group.entries_at_start(num_blocks, num_there))
             for first, (group, hit) in zip(firsts, self._with(prefix.hits), strict=True)
         ]
 
@@ -206,9 +205,7 @@ class RequestMemory:
         if not self._fit(starts):
             return False
         self._known.pop(request, None)
-        tables = [
-            [0] * start.first + _take(group.pool, start) for group, start in zip(self._groups, starts, strict=True)
-        ]
+        tables = [[0] * start.first + start.take(pool) for pool, start in zip(self._pools, starts, strict=True)]
         request.take_blocks(
             tables,
             [start.first for start in starts],
@@ -363,27 +360,6 @@ class RequestMemory:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-
-def _fits(pool: BlockPool, start: _TableStart, without: Sequence[Sequence[int]]) -> bool:
-    """Return whether a table that starts like this can be allocated, once the blocks `without` are released."""
-    num_missing = start.num_entries - start.first
-    if not pool.fits(start.cached, num_missing - sum(map(len, without))):  # not even if nobody else has these blocks
-        return False
-    given_back = Counter(chain.from_iterable(without))
-    num_freed = sum(pool.references(block) == count for block, count in given_back.items())
-    num_freed -= sum(pool.references(block) == given_back[block] for block in start.hits if block in given_back)
-    return pool.fits(start.cached, num_missing - num_freed)
-
-
-def _take(pool: BlockPool, start: _TableStart) -> list[int]:
-    """Return the blocks with which a table starts: hits, new blocks in the gaps between them, and new ones behind."""
-    cached = start.cached
-    blocks = pool.take(cached, start.num_entries - start.first)
-    if len(cached) == len(start.hits):
-        return blocks
-    new = iter(blocks[len(cached) :])
-    return [*(next(new) if block == IN_TIERS else block for block in start.hits), *new]
 
 
 def _entries_in_tiers(hit: GroupHit) -> Iterator[int]:

@@ -24,6 +24,7 @@ from operator import attrgetter, itemgetter
 from ..kv.fence import Fence, RowPool
 from ..kv.prompt_backlog import PromptBacklog
 from ..kv.request_memory import RequestMemory
+from ..kv.table_starts import Shortage
 from ..kv.transfers import Transfers
 from ..requests.drafting import NO_DRAFTS, Drafting
 from ..requests.request import Request, RequestStatus, advance_decodes
@@ -176,6 +177,7 @@ class RunningRequests:
         self._drafting = drafting
         self._overlaps = overlaps
         self._by_queue_key: list[Request] = []
+        self._shortage: Shortage | None = None  # of the head of the queue, so that it is not counted in every step
         self._reading: list[Request] = []  # requests of the newest step that may have more of their prompts to read
 
     def __len__(self) -> int:
@@ -205,6 +207,8 @@ class RunningRequests:
         request.move_to(RequestStatus.RUNNING)
         request.row = self._rows.take()
         insort(self._by_queue_key, request, key=_queue_key)
+        if self._shortage is not None and request.priority > self._shortage.priority:
+            self._shortage = None  # its blocks may have been loading: then they did not count as releasable
         row_start, new_blocks = request.row_start(), NO_BLOCKS
         if self._memory.has_states:  # its slots are new, so no other request reads them
             new_blocks = self._memory.extend_states(request, builder.end_of(request))
@@ -320,11 +324,20 @@ class RunningRequests:
             return
         if not self._by_queue_key or self._by_queue_key[-1].priority <= head.priority:
             return
-        lower = [each for each in self._by_queue_key if each.priority > head.priority and self._is_preemptible(each)]
-        if self._memory.fits(head) or not self._memory.fits(head, without=lower):
+        if self._shortage is not None and self._memory.lasts(self._shortage, head):
             return
-        while lower and not self._fence.has_waiting_requests and not self._memory.fits(head):
-            self.preempt(lower.pop())
+        self._shortage = None
+        if self._memory.fits(head):
+            return
+        lower = [each for each in self._by_queue_key if each.priority > head.priority]
+        self._shortage = self._memory.shortage(head, without=lower)
+        if self._shortage is not None:
+            return
+        preemptible = [each for each in lower if self._is_preemptible(each)]
+        if len(preemptible) < len(lower) and self._memory.shortage(head, without=preemptible) is not None:
+            return
+        while preemptible and not self._fence.has_waiting_requests and not self._memory.fits(head):
+            self.preempt(preemptible.pop())
 
     def _is_preemptible(self, request: Request) -> bool:
         """Return whether its blocks would be free soon after a preemption. Blocks on offer wait for their reader."""

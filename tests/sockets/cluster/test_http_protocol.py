@@ -16,6 +16,7 @@ from uvicorn.protocols.http import httptools_impl
 
 from baton.cluster.ingress import http_protocol
 from baton.cluster.ingress.http_protocol import MAX_HEAD_BYTES, GuardedHttpProtocol
+from baton.cluster.ingress.http_transport import HeadWithBody
 
 pytestmark = pytest.mark.slow
 
@@ -137,7 +138,7 @@ async def test_a_head_is_sent_with_what_follows_at_once_and_waits_for_nothing_el
     path: str, heads_and_bodies: list[str]
 ) -> None:
     transport = Written()
-    answer = http_protocol.HeadWithBody(transport, asyncio.get_running_loop())
+    answer = HeadWithBody(transport, asyncio.get_running_loop())
 
     async def send(message: Any) -> None:
         answer.write(b"head" if message["type"] == "http.response.start" else message["body"][-1:])
@@ -149,7 +150,7 @@ async def test_a_head_is_sent_with_what_follows_at_once_and_waits_for_nothing_el
 async def test_a_head_without_a_body_is_sent_soon_or_before_the_end() -> None:
     for ends in (False, True):
         transport = Written()
-        answer = http_protocol.HeadWithBody(transport, asyncio.get_running_loop())
+        answer = HeadWithBody(transport, asyncio.get_running_loop())
         answer.write(b"head")
         assert not answer.is_closing()
         assert transport.pieces == []
@@ -164,7 +165,7 @@ async def test_a_short_answer_is_one_piece(connect: Connect, monkeypatch: pytest
     """So nobody has only a part of it from a server that is killed."""
     sent: list[bytes] = []
 
-    class Noting(http_protocol.HeadWithBody):
+    class Noting(HeadWithBody):
         def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
             noted = Written()
             noted.write = lambda data: (sent.append(bytes(data)), transport.write(data))  # type: ignore[method-assign,assignment,func-returns-value]

@@ -24,14 +24,20 @@ async def client_of(service: Service) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def check_all_is_released(service: Service, disconnects: int = 1) -> None:
-    counted = "baton_client_disconnects_total"
+COUNTER = "baton_client_disconnects_total"
+
+
+async def count_disconnects(service: Service, disconnects: int = 1) -> None:
     async with asyncio.timeout(20):
-        while (await service.metrics())[counted] < disconnects:
+        while (await service.metrics())[COUNTER] < disconnects:
             await asyncio.sleep(0.005)
+
+
+async def check_all_is_released(service: Service, disconnects: int = 1) -> None:
+    await count_disconnects(service, disconnects)
     await service.cluster.settled()
     samples = await service.metrics()
-    assert samples[counted] == disconnects
+    assert samples[COUNTER] == disconnects
     assert samples["baton_gateway_requests_inflight"] == 0
     response = await service.complete("hello", max_tokens=2)
     assert response.status_code == 200
@@ -79,6 +85,7 @@ async def test_a_disconnect_during_a_transfer_releases_everything(disaggregated:
         await until(lambda: decode.stats.num_requests_waiting_for_kv)
         assert prefill.stats.num_blocks_held > 0
         await leave(request)
+        await count_disconnects(disaggregated)  # else the transfer might complete before the gateway notices
         disaggregated.cluster.wire.hold = False
         await check_all_is_released(disaggregated)
     assert prefill.connector.withdrawn == 1

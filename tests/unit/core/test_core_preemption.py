@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.core.messages import EngineRequest, FinishReason
+from baton.engine.core.kv.request_memory import RequestMemory
+from baton.engine.core.messages import EngineRequest, FinishReason, KVSource
 
+from .core_connector import ticket_for
 from .core_harness import BLOCK_SIZE, Harness, config, request
 
 
@@ -81,6 +83,54 @@ class TestPreemption:
         assert engine.core.stats().num_preemptions == 0, "four blocks are held, so seven are not to be had"
         assert engine.core.stats().num_requests_running == 1
         engine.connector.end_offer(engine.only_offer())
+        engine.run_to_the_end()
+
+    def test_a_shortage_is_not_counted_again_before_enough_has_been_given_back(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        counted, count = [], RequestMemory.shortage
+        monkeypatch.setattr(
+            RequestMemory, "shortage", lambda *args, **kwargs: counted.append(args[1]) or count(*args, **kwargs)
+        )
+        engine = Harness(config(num_blocks=10))
+        engine.add(request("held", [9] * 16, keep_kv=True, max_tokens=2))
+        engine.run()
+        engine.add(self.long_request("a"))
+        engine.step()
+        engine.add(request("urgent", [8] * 36, max_tokens=1, priority=-1))
+        engine.step(3)
+        assert len(counted) == 1
+        assert engine.core.stats().num_preemptions == 0
+        engine.connector.end_offer(engine.only_offer())
+        engine.step(2)
+        assert len(counted) == 2
+        assert engine.core.stats().num_preemptions == 1
+        engine.run_to_the_end()
+
+    def test_a_shortage_of_one_request_is_none_of_a_more_urgent_one(self) -> None:
+        engine = Harness(config(num_blocks=6))
+        engine.add(self.long_request("a"), self.long_request("b", priority=1))
+        engine.step()
+        engine.add(request("c", [8] * 20, max_tokens=1))
+        engine.step(3)
+        assert engine.core.stats().num_preemptions == 0, "only a has as many blocks as c needs"
+        engine.add(request("urgent", [7] * 20, max_tokens=1, priority=-1))
+        engine.step()
+        assert engine.core.stats().num_preemptions > 0
+        engine.run_to_the_end()
+
+    def test_a_request_whose_kv_was_on_its_way_gives_way_once_it_runs(self) -> None:
+        engine = Harness(config(num_blocks=10))
+        engine.add(self.long_request("a", priority=1))
+        source = KVSource(ticket_for([5] * 16), 16)
+        engine.add(request("b", [5] * 16, output_token_ids=[5], kv_source=source, max_tokens=9, priority=1))
+        engine.step()
+        engine.add(request("urgent", [8] * 32, max_tokens=1, priority=-1))
+        engine.step()
+        assert engine.core.stats().num_preemptions == 0, "b is not running yet, and a has fewer blocks than are lacking"
+        engine.finish_transfers()
+        engine.step(2)
+        assert engine.core.stats().num_preemptions > 0
         engine.run_to_the_end()
 
     @pytest.mark.parametrize("shared", [True, False])

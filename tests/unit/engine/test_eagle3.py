@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams
 from baton.engine.hf_config.errors import WeightsError
+from baton.engine.hf_config.rope import Rope, Rotation
 from baton.engine.startup.arenas import engine_caches
 from baton.engine.startup.model_config import read_model_config
 from baton.engine.startup.weight_counts import weight_bytes_of_rank, weights_of_rank
 
-from ...helpers.checkpoints import make_model
+from ...helpers.checkpoints import make_model, write_checkpoint
 from ...helpers.draft_layers import expected_accepted
-from ...helpers.eagle3 import Eagle3Reference, write_eagle3
+from ...helpers.eagle3 import HEAD_DIM, THETA, Eagle3Reference, write_eagle3
 from .controls import EVERYTHING, GREEDY, prompts_of
 from .cores import Engines
 from .guessing import (
@@ -112,6 +113,12 @@ def test_a_head_that_does_not_fit_is_refused_by_name(
     with pytest.raises(InvalidEngineConfig, match=message) as caught:
         read(checkpoint, folder)
     assert caught.value.field == "speculative_config.model"
+
+
+def test_a_head_rotates_though_layers_of_its_model_do_not(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", "smollm3", no_rope_layers=[0, 0, 1])
+    config = read(model, write_eagle3(tmp_path / "head")).draft_model
+    assert config.rotations == (Rotation(Rope(THETA), HEAD_DIM),)
 
 
 def test_a_head_that_names_no_layers_reads_an_early_a_middle_and_a_late_one(checkpoint: Path, tmp_path: Path) -> None:

@@ -36,9 +36,15 @@ def test_startup_runs_in_processes_of_its_own(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(bench.StartupFailed, match=r"config\.json"):
+def test_a_start_is_refused_as_in_this_process(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^'.*' has no config\.json"):
         bench.startup(str(tmp_path), num_iters_cold=0, num_iters_warm=1)
+
+
+def test_a_start_that_fails_says_why(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.sys, "executable", "/bin/false")
+    with pytest.raises(bench.StartupFailed, match="exit code 1"):
+        bench.startup(str(checkpoint), num_iters_cold=0, num_iters_warm=1)
 
 
 def test_percentiles_interpolate() -> None:

@@ -213,6 +213,15 @@ async def test_logprobs_name_each_token_and_where_it_begins(service: Service) ->
     assert all(len(top) == 2 for top in logprobs["top_logprobs"])
 
 
+async def test_a_token_behind_an_incomplete_character_begins_behind_its_replacement(service: Service) -> None:
+    fox, end = service.tokenizer.encode("🦊"), service.tokenizer.encode(" the fox")
+    service.script("hello", [*fox[:2], *end, *fox])
+    (choice,) = (await service.complete("hello", logprobs=0, max_tokens=30)).json()["choices"]
+    assert choice["text"] == "� the fox🦊"
+    assert choice["logprobs"]["tokens"][2:4] == [" the", " fox"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 5, 9, 9, 9, 9]
+
+
 async def test_streamed_logprobs_are_those_of_the_whole_answer(service: Service) -> None:
     service.script("hello", " the 🦊 fox sleeps there")
     fields = {"logprobs": 1, "max_tokens": 30, "stop": "eeps"}

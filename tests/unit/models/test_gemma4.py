@@ -15,7 +15,7 @@ from baton.engine.core.layout import CacheKind, CachePlace
 from baton.engine.hf_config.attention import HeadShape
 from baton.engine.hf_config.errors import InvalidModelConfig, ModelError, UnsupportedModel
 from baton.engine.hf_config.model_config import LayerInputShape, ModelConfig
-from baton.engine.hf_config.rope import ProportionalRope, Rope
+from baton.engine.hf_config.rope import ProportionalRope, Rope, Rotation
 from baton.engine.layers.rotary import cos_sin_table
 from baton.engine.models import load_config, load_model
 
@@ -76,8 +76,8 @@ def read(tmp_path: Path) -> Callable[..., ModelConfig]:
 def test_heads_and_ropes_depend_on_the_kind_of_a_layer(read: Callable[..., ModelConfig]) -> None:
     config = read()
     assert [config.heads_of(layer) for layer in (3, 4)] == [HeadShape(1, 256, 256), HeadShape(1, 512, 512)]
-    assert (config.rope, config.window_rope) == (ProportionalRope(1e6, 0.25, 1.0), Rope(1e4))
-    assert (config.rotary_dim, config.window_rotary_dim) == (512, 256)
+    full, windowed = Rotation(ProportionalRope(1e6, 0.25, 1.0), 512), Rotation(Rope(1e4), 256)
+    assert [config.rotation(layer) for layer in (3, 4)] == [windowed, full]
     assert config.layer_inputs == LayerInputShape(262_144, 256)
 
 
@@ -109,9 +109,9 @@ def test_kv_heads_of_full_layers_apply_if_their_values_are_keys(read: Callable[.
 
 def test_tables_of_angles_have_rotated_pairs_only(read: Callable[..., ModelConfig]) -> None:
     config = read()
-    assert config.window_rope is not None
-    assert cos_sin_table(config.rope, config.rotary_dim, 9).shape == (9, 128)  # a quarter of 512
-    assert cos_sin_table(config.window_rope, config.window_rotary_dim, 9).shape == (9, 256)
+    windowed, full = config.rotations
+    assert cos_sin_table(full, 9).shape == (9, 128)  # a quarter of 512
+    assert cos_sin_table(windowed, 9).shape == (9, 256)
 
 
 def test_experts_are_read_if_they_are_enabled(read: Callable[..., ModelConfig]) -> None:

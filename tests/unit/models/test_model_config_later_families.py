@@ -11,7 +11,7 @@ from baton.engine.hf_config.attention import LatentShape
 from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.model_config import ModelConfig
-from baton.engine.hf_config.rope import QueryGrowth, Rope, ScaledRope, YarnRope
+from baton.engine.hf_config.rope import NO_ROPE, LinearRope, QueryGrowth, Rope, Rotation, ScaledRope, YarnRope
 
 from .published_configs import experts
 
@@ -96,7 +96,7 @@ MINISTRAL_3 = {
 
 def test_glm_is_read(read: Read) -> None:
     config = read(**GLM_4_5)
-    assert (config.rotary_dim, config.norms_heads, config.attention_bias) == (64, True, True)
+    assert (config.rotation(0).dim, config.norms_heads, config.attention_bias) == (64, True, True)
     assert experts(config) == ExpertsConfig(
         num_experts=160,
         top_k=8,
@@ -111,6 +111,8 @@ def test_glm_is_read(read: Read) -> None:
     )
     assert config.with_drafts().num_run_layers == 6
     assert not read(**{**GLM_4_5, "use_qk_norm": None}).norms_heads
+    with pytest.raises(UnsupportedModel, match=r"topk_method 'greedy' .*Glm4MoeForCausalLM, only 'noaux_tc'"):
+        read(**GLM_4_5, topk_method="greedy")
     assert read(**{**GLM_4_5, "num_nextn_predict_layers": None, "num_mtp_layers": 0}).num_draft_layers == 0
 
 
@@ -133,7 +135,7 @@ def test_glm_flash_has_latents_and_lists_its_layers_with_experts(read: Read) -> 
 
 def test_minimax_is_read(read: Read) -> None:
     config = read(**MINIMAX_M2)
-    assert (config.rotary_dim, config.rope) == (64, Rope(5_000_000.0))
+    assert config.rotations == (Rotation(Rope(5_000_000.0), 64),)
     assert experts(config).score_correction
     with pytest.raises(UnsupportedModel, match=r"scoring_func 'softmax' .*MiniMaxM2ForCausalLM, only 'sigmoid'"):
         read(**{**MINIMAX_M2, "scoring_func": "softmax"})
@@ -144,7 +146,7 @@ def test_minimax_is_read(read: Read) -> None:
 def test_phi_chooses_its_factors_by_the_longest_sequence(read: Read) -> None:
     growth = (1 + 5 / 12) ** 0.5  # 131 072 is 2 ** 5 times 4096, which is 2 ** 12
     long, short = read(**PHI_4_MINI), read(**PHI_4_MINI, given={"max_model_len": 4096})
-    assert (long.max_model_len, long.rotary_dim) == (131_072, 96)
+    assert (long.max_model_len, long.rotation(0).dim) == (131_072, 96)
     assert long.rope == ScaledRope(10_000.0, (2.0,) * 48, pytest.approx(growth))
     assert short.rope == ScaledRope(10_000.0, (1.0,) * 48, pytest.approx(growth))
     scaling: Any = PHI_4_MINI["rope_scaling"]
@@ -167,7 +169,9 @@ def test_only_olmo_3_layers_without_a_window_stretch_their_rope(read: Read) -> N
 
 def test_smollm3_does_not_rotate_every_fourth_layer(read: Read) -> None:
     config = read(architectures=["SmolLM3ForCausalLM"], num_hidden_layers=8)
-    assert config.rotated_layers == (True, True, True, False) * 2
+    rotates = Rotation(Rope(500.0), 32)
+    assert [config.rotation(layer) for layer in range(4)] == [rotates, rotates, rotates, Rotation(NO_ROPE, 16)]
+    assert config.rotations == (rotates, Rotation(NO_ROPE, 16))
     assert config.layer_windows == (None,) * 8
     windows = read(
         architectures=["SmolLM3ForCausalLM"], no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=8
@@ -181,7 +185,7 @@ def test_exaone_rotates_only_layers_with_a_window(read: Read) -> None:
     keys: dict[str, Any] = {"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 4}
     config = read(**keys, sliding_window_pattern="LLLG")
     assert config.layer_windows == (4096, 4096, 4096, None)
-    assert config.rotated_layers == (True, True, True, False)
+    assert [config.rotation(layer).rope == NO_ROPE for layer in range(4)] == [False, False, False, True]
     with pytest.raises(InvalidModelConfig, match="letters L and G, not 'LX'"):
         read(**keys, sliding_window_pattern="LX")
 
@@ -190,7 +194,7 @@ def test_hy3_has_an_mlp_in_its_first_layer(read: Read) -> None:
     config = read(architectures=["HYV3ForCausalLM"], num_hidden_layers=3)
     assert experts(config).sparse_layers == (False, True, True)
     assert (experts(config).num_experts, experts(config).scale, experts(config).wide_router) == (192, 2.826, True)
-    with pytest.raises(UnsupportedModel, match="mlp_bias True"):
+    with pytest.raises(UnsupportedModel, match="mlp_bias true"):
         read(architectures=["HYV3ForCausalLM"], mlp_bias=True)
 
 
@@ -199,7 +203,7 @@ def test_hy3_has_an_mlp_in_its_first_layer(read: Read) -> None:
 )
 def test_biases_that_no_published_model_has_are_refused(read: Read, architecture: str, key: str) -> None:
     read(architectures=[architecture], **{key: False})
-    with pytest.raises(UnsupportedModel, match=f"{key} True is not supported for {architecture}, only False"):
+    with pytest.raises(UnsupportedModel, match=f"{key} true is not supported for {architecture}, only false"):
         read(architectures=[architecture], **{key: True})
 
 
@@ -217,3 +221,14 @@ def test_queries_of_ministral_grow_beyond_its_original_context(read: Read) -> No
     assert read(**{**MINISTRAL_3, "rope_parameters": None}).query_growth == QueryGrowth(0.1, 16_384)
     plain = {"rope_type": "default", "rope_theta": 1e6}
     assert read(**{**MINISTRAL_3, "rope_parameters": plain}).query_growth is None
+    assert read(**MINISTRAL_3, rope_scaling={"type": "linear", "factor": 2.0}).query_growth is None
+
+
+def test_rope_scaling_replaces_the_newer_key(read: Read) -> None:
+    """`transformers` reads them in the same way."""
+    ropes = {
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.75},
+    }
+    config = read(**{**GLM_4_5, "partial_rotary_factor": None, **ropes})
+    assert config.rotations == (Rotation(LinearRope(1e6, 2.0), 96),)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from baton.engine.hf_config.rope import Rotation
 from baton.engine.hf_config.rope_reader import read_rope
 from baton.engine.layers.rotary import cos_sin_table
+
+from ...helpers.paged import PagedRun, random_tokens
+from .parity_pairs import Pair
 
 LLAMA_3_1 = {
     "rope_type": "llama3",
@@ -50,7 +56,7 @@ def test_tables_equal_those_of_transformers_to_the_last_bit(
     positions = torch.cat([torch.arange(64), torch.arange(max_positions - 64, max_positions)])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])  # both halves have the same angles
     expected = torch.cat([cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]], dim=-1)
-    table = cos_sin_table(read_rope({"rope_parameters": rope}, max_positions), head_dim, max_positions)
+    table = cos_sin_table(Rotation(read_rope({"rope_parameters": rope}, max_positions), head_dim), max_positions)
     assert table.dtype == torch.float32
     turning = table.shape[1] // 2  # a proportional rope does not rotate the other pairs
     whole = torch.cat([table.new_ones(max_positions, head_dim // 2), table.new_zeros(max_positions, head_dim // 2)], 1)
@@ -58,3 +64,24 @@ def test_tables_equal_those_of_transformers_to_the_last_bit(
     assert torch.equal(whole[positions], expected)
     fraction = rope.get("partial_rotary_factor", 1.0)
     assert turning == int(fraction * head_dim // 2)
+
+
+class Lookups(TorchDispatchMode):
+    """Counts the lookups in tables with one number a position."""
+
+    def __init__(self, num_positions: int) -> None:
+        super().__init__()
+        self._num_positions, self.count = num_positions, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index.Tensor and args[0].shape == (self._num_positions,):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_looks_up_the_growth_of_queries_once_for_all_layers(pair: Callable[..., Pair]) -> None:
+    model, _ = pair("ministral3")
+    run = PagedRun(model, 1, 100)
+    with Lookups(model.config.max_model_len) as lookups:
+        run.step([(0, random_tokens(32))])
+    assert (lookups.count, model.config.num_layers) == (1, 3)

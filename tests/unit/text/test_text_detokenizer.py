@@ -101,12 +101,42 @@ def test_ids_beyond_the_vocabulary_give_no_text(byte_level: Tokenizer) -> None:
     assert stream(byte_level, [byte_level.vocab_size + 5]) == ["", ""]
 
 
-def test_length_is_the_offset_of_the_next_token(byte_level: Tokenizer) -> None:
-    detokenizer = IncrementalDetokenizer(byte_level)
-    text, offsets = "", []
-    for token in byte_level.encode("hello 你好"):
-        offsets.append(detokenizer.length)
-        text += detokenizer.push([token])
-    assert offsets[0] == 0
-    assert offsets == sorted(offsets)
-    assert detokenizer.length == len(text) == len("hello 你好")
+def offsets_of(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
+    detokenizer, offsets = IncrementalDetokenizer(tokenizer, skip_special_tokens=False), []
+    for token in tokens:
+        offsets.append(detokenizer.offset_of(token))
+        detokenizer.push([token])
+    return offsets
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece", "unusual"])
+def test_tokens_of_one_character_begin_where_it_begins(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    tokens = tokenizer.encode("𝔘𝔫x", add_special_tokens=False)
+    assert offsets_of(tokenizer, tokens)[-9:] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece", "unusual"])
+def test_a_token_behind_a_character_that_stays_incomplete_begins_behind_its_replacement(
+    tokenizers: dict[str, Tokenizer], kind: str
+) -> None:
+    tokenizer = tokenizers[kind]
+    *_, begin, _, _, _ = tokenizer.encode("𝔘", add_special_tokens=False)
+    word = tokenizer.encode("hello", add_special_tokens=False)
+    tokens = [*word, begin, word[-1], word[-1]]
+    text = "".join(stream(tokenizer, tokens, skip=False))
+    place = text.index("\N{REPLACEMENT CHARACTER}")
+    assert offsets_of(tokenizer, tokens)[-3:-1] == [place, place + 1]
+
+
+@settings(deadline=None, max_examples=200)
+@given(tokens=st.lists(st.integers(0, 419), max_size=30))
+def test_offsets_are_those_of_the_characters_that_the_tokens_first_bytes_belong_to(
+    byte_level: Tokenizer, tokens: list[int]
+) -> None:
+    expected, before = [], b""
+    for token in tokens:
+        piece = byte_level.token_bytes(token)
+        expected.append(len((before + piece[:1]).decode(errors="replace")) - 1)
+        before += piece
+    assert offsets_of(byte_level, tokens) == expected
