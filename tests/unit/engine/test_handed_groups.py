@@ -24,12 +24,15 @@ pytestmark = pytest.mark.exhaustive
 
 VARIANTS = [
     "qwen3_5_text",
+    "qwen3_next",
     "gpt_oss",
+    "gemma2",
     "gemma3_text",
     "kimi_linear",
     "olmo_hybrid",
     "falcon_h1",
     "nemotron_h",
+    "granitemoehybrid",
     "mimo_v2_flash",
     "gemma4_text",
 ]
