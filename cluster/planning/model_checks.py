@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -55,6 +56,8 @@ def check_model_files(spec: FleetSpec, *, with_weights: bool) -> None:
     """
     folder = _fetch(spec, Files.ALL if with_weights else Files.TEXT)
     _refuse([*(_weights_problems(folder) if with_weights else []), *_text_problems(folder)])
+    if with_weights:
+        _check_draft_files(spec, folder)
 
 
 def check_headers(spec: FleetSpec, *, with_weights: bool) -> Path:
@@ -64,6 +67,8 @@ def check_headers(spec: FleetSpec, *, with_weights: bool) -> Path:
     """
     folder = _fetch(spec, Files.ALL if with_weights else Files.TEXT)
     _refuse([*(_header_problems(folder) if with_weights else []), *_text_problems(folder)])
+    if with_weights:
+        _check_draft_files(spec, folder)
     return folder
 
 
@@ -106,6 +111,25 @@ class WeightsCheck:
             raise RuntimeError(f"the process that checks the weights ended with exit code {self._process.returncode}")
 
 
+def _check_draft_files(spec: FleetSpec, folder: Path) -> None:
+    """Check that fleets find the draft layers in the model's `folder`, or their draft model in its own.
+
+    A draft model that has only a name on the Hub may not be downloaded yet, and is left to the engines. Raises
+    `InvalidSpec`.
+    """
+    problems = []
+    for role in spec.fleets.present:
+        config = spec.engine_config(role).model_copy(update={"model": str(folder)})
+        speculation = config.speculative_config
+        if speculation is None or config.load_format == "dummy":
+            continue
+        if speculation.method == "mtp" or (speculation.model is not None and Path(speculation.model).is_dir()):
+            found = _problems_of(functools.partial(read_model_config, config), (ModelError, InvalidEngineConfig))
+            problems += [f"{role}: {problem}" for problem in found]
+    if problems:
+        raise InvalidSpec("\n".join(problems))
+
+
 def _refuse(problems: Sequence[str]) -> None:
     if problems:
         raise InvalidSpec("\n".join(f"model: {problem}" for problem in problems))
@@ -127,11 +151,11 @@ def _weights_problems(folder: Path) -> list[str]:
     return _problems_of(lambda: check_weights(load_config(folder)), ModelError)
 
 
-def _problems_of(check: Callable[[], object], kind: type[Exception]) -> list[str]:
+def _problems_of(check: Callable[[], object], kinds: type[Exception] | tuple[type[Exception], ...]) -> list[str]:
     """Return the message of the error with which a check ends; nothing if it passes."""
     try:
         check()
-    except kind as error:
+    except kinds as error:
         return [str(error)]
     return []
 

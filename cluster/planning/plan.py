@@ -20,7 +20,7 @@ from baton.engine.hf_config.errors import ModelError
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.startup.arenas import arenas_of, divide_memory, draft_bytes, engine_caches, longest_sequence, needs_of
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
-from baton.engine.startup.weight_counts import weight_bytes_of_rank
+from baton.engine.startup.weight_counts import check_weights_fit, usable_gpu_bytes, weight_bytes_of_rank
 from baton.kv_transfer.tiers.division import divide_bytes, fewest_bytes
 
 from .model_checks import read_model
@@ -189,7 +189,10 @@ def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
 def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) -> FleetPlan:
     config, model = spec.engine_config(role), read_model(spec, role)
     device = machines.device if config.device == "auto" else config.device
-    weights = weight_bytes_of_rank(model, config, has_fp8=device == "cuda" and machines.has_fp8)
+    has_fp8 = device == "cuda" and machines.has_fp8
+    if device == "cuda":
+        check_weights_fit(model, config, usable_gpu_bytes(config, machines.gpu_memory_bytes), has_fp8=has_fp8)
+    weights = weight_bytes_of_rank(model, config, has_fp8=has_fp8)
     steps = step_sizes(config, model, machines.gpu_memory_bytes if device == "cuda" else None)
     step = _step_bytes(model, config, steps)
     step += draft_bytes(model, config.speculative_config, steps.max_num_seqs, config.tensor_parallel_size)

@@ -92,7 +92,23 @@ def read_config(
         identity=identity_of(computed, folder.checkpoint, seed),
         is_text_part=is_text_part,
     )
-    return config.with_drafts() if drafts else config
+    if not drafts:
+        return config
+    config = config.with_drafts()
+    if folder.checkpoint is not None:
+        _require_draft_layers(config, folder.checkpoint)
+    return config
+
+
+def _require_draft_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raise `UnsupportedModel` if draft layers of config.json are missing in the checkpoint, as in converted ones."""
+    rules = config.rules.draft
+    for number in range(config.drafts if rules is not None else 0):
+        path = rules.path(config, number)
+        if not any(name.startswith(f"{path}.") for name in checkpoint.entries):
+            raise UnsupportedModel(
+                f"{checkpoint.folder}: speculation by 'mtp' needs draft layers, and there are no tensors {path}.*"
+            )
 
 
 def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.kernels.compiler import Compiler
+from baton.kernels.fp8 import has_gpu_kernels
 
 from ..config import EngineConfig
 from ..core.config import CacheGroupConfig
@@ -21,9 +22,10 @@ from ..parallel.rank_group import RankGroup
 from ..worker.expert_balance import ExpertBalancer, ReviewingRunner
 from .arenas import engine_caches
 from .device import DeviceContext, DeviceStartup
-from .kv_cache import allocate_arenas, region_of
+from .kv_cache import allocate_arenas, available_memory_bytes, region_of
 from .phases import Phases
 from .step_sizes import StepSizes, step_sizes
+from .weight_counts import check_weights_fit, usable_gpu_bytes
 
 _CLOSE_S = 5.0
 
@@ -63,6 +65,7 @@ def load_member(
     All ranks of the group call it at the same time. They agree on the smallest number of blocks that any of them has
     memory for.
     """
+    _check_weights_fit(config, model_config, context)
     caches, member, widest = engine_caches(model_config).layout, context.member, context.groups.widest
     own_caches = caches.of_rank(member.tp_rank, member.tensor_parallel_size)
     steps = _step_sizes(config, model_config, context)
@@ -96,6 +99,15 @@ def load_member(
         expert_review=None if balancer is None else lambda: balancer.last,
         release=startup.release,
     )
+
+
+def _check_weights_fit(config: EngineConfig, model_config: ModelConfig, context: DeviceContext) -> None:
+    """Raise `InvalidEngineConfig` if this rank's weights exceed its share of the device's or the machine's memory."""
+    if context.device.type == "cpu":
+        memory = available_memory_bytes() // context.member.num_local
+    else:
+        memory = usable_gpu_bytes(config, torch.cuda.get_device_properties(context.device).total_memory)
+    check_weights_fit(model_config, config, memory, has_fp8=has_gpu_kernels(context.device))
 
 
 def _step_sizes(config: EngineConfig, model_config: ModelConfig, context: DeviceContext) -> StepSizes:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..config import EngineConfig
+from ..config import EngineConfig, InvalidEngineConfig
 from ..core.layout import DTYPE_BYTES
 from ..hf_config.attention import LatentShape, LinearAttentionShape
 from ..hf_config.mamba import ATTENTION, MAMBA, MLP, MambaShape
 from ..hf_config.model_config import Eagle3Shape, ModelConfig
+
+_GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,46 @@ class Weights:
 def weight_bytes_of_rank(model: ModelConfig, config: EngineConfig, *, has_fp8: bool) -> int:
     """Return the bytes of one rank's weights, including its draft model's. `has_fp8`: the GPU has FP8 tensor cores."""
     num_bytes = weights_of_rank(model, config).num_bytes(model, has_fp8=has_fp8)
-    if (draft_model := model.draft_model) is not None:
-        divided = config.model_copy(update={"enable_expert_parallel": False})
-        num_bytes += weights_of_rank(draft_model, divided).num_bytes(draft_model, has_fp8=has_fp8)
-    return num_bytes
+    return num_bytes + draft_model_bytes_of_rank(model, config, has_fp8=has_fp8)
+
+
+def draft_model_bytes_of_rank(model: ModelConfig, config: EngineConfig, *, has_fp8: bool) -> int:
+    """Return the bytes of one rank's draft model or head; 0 if there is none."""
+    if (draft_model := model.draft_model) is None:
+        return 0
+    divided = config.model_copy(update={"enable_expert_parallel": False})
+    return weights_of_rank(draft_model, divided).num_bytes(draft_model, has_fp8=has_fp8)
+
+
+def usable_gpu_bytes(config: EngineConfig, total_bytes: int) -> int:
+    """Return how many of a GPU's bytes an engine may use: a share, where `gpu_memory_utilization` sizes the blocks."""
+    if config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None:
+        return int(config.gpu_memory_utilization * total_bytes)
+    return total_bytes
+
+
+def check_weights_fit(model: ModelConfig, config: EngineConfig, memory_bytes: int, *, has_fp8: bool) -> None:
+    """Raise `InvalidEngineConfig` if one rank's weights take more than `memory_bytes`.
+
+    The error names the draft model if the model would fit without it.
+    """
+    total = weight_bytes_of_rank(model, config, has_fp8=has_fp8)
+    if total <= memory_bytes:
+        return
+    drafting = draft_model_bytes_of_rank(model, config, has_fp8=has_fp8)
+    there = f"a rank has {memory_bytes / _GB:.1f} GB for them"
+    if model.draft_model is not None and total - drafting <= memory_bytes:
+        name, alone = model.draft_model.folder.name, (total - drafting) / _GB
+        raise InvalidEngineConfig(
+            "speculative_config.model",
+            f"the weights of {name} take {drafting / _GB:.1f} GB beside the {alone:.1f} GB of the model's, and "
+            f"{there}: give a smaller draft model, or raise tensor_parallel_size",
+        )
+    raise InvalidEngineConfig(
+        "model",
+        f"its weights take {total / _GB:.1f} GB, and {there}: raise tensor_parallel_size, or use devices with more "
+        "memory",
+    )
 
 
 def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:

@@ -59,6 +59,13 @@ class CacheGroup(abc.ABC):
         """Return the longest prefix hit that the `found` entries allow: in blocks, at most `num_blocks`."""
 
     @abc.abstractmethod
+    def num_present(self, found: Sequence[int], num_blocks: int, num_tokens: int) -> int:
+        """Return how many leading blocks, at most `num_blocks`, a hand-off of `num_tokens` tokens need not bring.
+
+        These are all blocks before the first one that the next token reads and that is not among the `found` entries.
+        """
+
+    @abc.abstractmethod
     def first_visible(self, num_tokens: int) -> int:
         """Return the first entry of a table that tokens from index `num_tokens` on read."""
 
@@ -105,6 +112,9 @@ class FullGroup(CacheGroup):
     def deepest(self, found: Sequence[int], num_blocks: int) -> int:
         return min(num_blocks, len(found))
 
+    def num_present(self, found: Sequence[int], num_blocks: int, num_tokens: int) -> int:
+        return min(num_blocks, len(found))
+
     def first_visible(self, num_tokens: int) -> int:
         return 0
 
@@ -132,6 +142,10 @@ class WindowGroup(CacheGroup):
             block -= 1
         return depth
 
+    def num_present(self, found: Sequence[int], num_blocks: int, num_tokens: int) -> int:
+        read = range(self.first_visible(num_tokens), num_blocks)
+        return next((block for block in read if found[block] == NOT_CACHED), num_blocks)
+
     def first_visible(self, num_tokens: int) -> int:
         return max(0, num_tokens - self._window + 1) // self._block_size
 
@@ -157,6 +171,9 @@ class StateGroup(CacheGroup):
         while depth and found[depth - 1] == NOT_CACHED:
             depth -= 1
         return depth * self._span
+
+    def num_present(self, found: Sequence[int], num_blocks: int, num_tokens: int) -> int:
+        return min(num_blocks, (num_tokens - 1) // self._block_size)  # the state after all tokens is handed over
 
     def first_visible(self, num_tokens: int) -> int:
         return max(0, num_tokens - 1) // self._entry_tokens

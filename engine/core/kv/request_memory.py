@@ -91,6 +91,8 @@ class RequestMemory:
             return known.prefix
         found = [group.find(hashes) for group in self._groups]
         prefix = self._deepest(hashes, found)
+        if request.awaits_transfer and not self.keeps_all:
+            prefix = self._beside_transfer(request, prefix, found)
         reach = min((len(found[number]) for number in self._full), default=len(hashes))
         self._known[request] = _CachedLookup(prefix, frozenset(hashes[: reach + 1]))
         if len(self._known) > MOST_KNOWN:
@@ -104,12 +106,28 @@ class RequestMemory:
             deeper = num_blocks
             for group, blocks in zip(self._groups, found, strict=True):
                 num_blocks = group.deepest(blocks, num_blocks)
+        return self._prefix(hashes, found, num_blocks)
+
+    def _prefix(self, hashes: Sequence[BlockHash], found: Sequence[Sequence[int]], num_blocks: int) -> PrefixLookup:
         firsts = [group.first_visible(num_blocks * self._block_size) for group in self._groups]
         hits = [
             GroupHit(first, blocks[first : group.num_entries(num_blocks)])
             for group, first, blocks in zip(self._groups, firsts, found, strict=True)
         ]
         return PrefixLookup(hashes, num_blocks, hits, len(found[0]))
+
+    def _beside_transfer(self, request: Request, prefix: PrefixLookup, found: Sequence[Sequence[int]]) -> PrefixLookup:
+        """Return the hit of a request whose KV another engine has: the leading blocks that need not be read from there.
+
+        It may lack windows and states in front of it, since those that the next token reads are handed over.
+        """
+        source = request.message.kv_source
+        if source is None or source.num_tokens <= prefix.num_blocks * self._block_size:
+            return prefix
+        num_blocks = len(prefix.hashes)
+        for group, blocks in zip(self._groups, found, strict=True):
+            num_blocks = group.num_present(blocks, num_blocks, source.num_tokens)
+        return self._prefix(prefix.hashes, found, num_blocks)
 
     def find_restore(self, request: Request, tiers: KVTiers) -> RestorePlan:
         """Find the blocks of the request's prefix that the tiers have, beyond its hits in the pool."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -11,7 +13,7 @@ from baton.engine.core.prefix import block_hashes
 from baton.engine.core.requests.request import RequestStatus
 
 from .core_connector import ticket_for
-from .core_harness import BLOCK_SIZE, Harness, config, request
+from .core_harness import BLOCK_SIZE, VOCAB_SIZE, Harness, config, request
 from .core_memory import expected_answer, kv_of
 
 
@@ -160,6 +162,29 @@ class TestDecodeSide:
         engine.run()
         pull = engine.connector.pulls[engine.only_pull()]
         assert (pull.first_block, len(pull.blocks)) == (2, 2)
+        engine.run_to_the_end()
+
+    @pytest.mark.parametrize(
+        ("kinds", "fetched"),
+        [
+            ({"groups": [(64, None)], "states": [(8, 12)]}, 3 + 1),
+            ({"groups": [(64, None), (24, 9)]}, 3 + 3),
+            ({"groups": [(64, None), (24, 9)], "states": [(8, 12)]}, 3 + 3 + 1),
+        ],
+        ids=["states", "windows", "all"],
+    )
+    def test_of_a_longer_chat_only_the_new_blocks_are_fetched(self, kinds: dict[str, Any], fetched: int) -> None:
+        """Three new blocks, and the window and the state behind them; those of earlier tokens are read by nobody."""
+        engine = Harness(config(max_model_len=96, **kinds))
+        told = [(5 * position + 3) % VOCAB_SIZE for position in range(46)]
+        assert BLOCK_SIZE == 4
+        engine.add(arriving("a", told[:39], max_tokens=2))
+        engine.run()
+        engine.connector.complete(engine.only_pull())
+        engine.run()
+        engine.add(arriving("b", told, max_tokens=2))
+        engine.run()
+        assert len(engine.connector.pulls[engine.only_pull()].blocks) == fetched
         engine.run_to_the_end()
 
     def test_a_prompt_that_is_cached_whole_fetches_no_block_yet_tells_the_other_side(self) -> None:

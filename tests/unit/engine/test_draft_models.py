@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams
+from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams, build_engine
 from baton.engine.core.lockstep import EMPTY_STEP
 from baton.engine.core.step import PADDING, Chunk, GroupStep, RowStart, StepPlan, StepSize
+from baton.engine.startup import load
 from baton.engine.startup.model_config import read_model_config
+from baton.engine.startup.weight_counts import weight_bytes_of_rank
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.shapes import CpuShapes
 
@@ -173,6 +175,23 @@ def test_a_draft_model_that_cannot_guess_is_refused_by_name(
     with pytest.raises(InvalidEngineConfig, match=message) as caught:
         read_model_config(config)
     assert caught.value.field == "speculative_config.model"
+
+
+def test_a_draft_model_larger_than_memory_is_refused_by_name(
+    checkpoint: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = {"model": str(checkpoint), "dtype": "float32"}
+    plain = EngineConfig.from_args(args)
+    alone = weight_bytes_of_rank(read_model_config(plain), plain, has_fp8=False)
+    monkeypatch.setattr(load, "available_memory_bytes", lambda: alone)
+    build_engine(plain).close()
+    with pytest.raises(InvalidEngineConfig, match="the weights of llama take") as caught:
+        build_engine(EngineConfig.from_args({**args, "speculative_config": guessing(other)}))
+    assert caught.value.field == "speculative_config.model"
+    monkeypatch.setattr(load, "available_memory_bytes", lambda: alone - 1)
+    with pytest.raises(InvalidEngineConfig, match="its weights take") as caught:
+        build_engine(plain)
+    assert caught.value.field == "model"
 
 
 def test_a_draft_model_with_states_or_other_tokens_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.engine.config import EngineConfig
@@ -23,12 +24,15 @@ pytestmark = pytest.mark.exhaustive
 
 VARIANTS = [
     "qwen3_5_text",
+    "qwen3_next",
     "gpt_oss",
+    "gemma2",
     "gemma3_text",
     "kimi_linear",
     "olmo_hybrid",
     "falcon_h1",
     "nemotron_h",
+    "granitemoehybrid",
     "mimo_v2_flash",
     "gemma4_text",
 ]
@@ -98,6 +102,11 @@ def test_of_windows_and_states_only_what_is_read_later_moves(variant: str, folde
     moved = room.peers[1].bytes_moved - -(-1030 // BLOCK_SIZE) * full.block_bytes
     most = 1 if group.window is None else -(-group.window // BLOCK_SIZE) + 1
     assert 0 < moved <= most * other.block_bytes
+    before = room.peers[1].bytes_moved
+    again = msgspec.structs.replace(requests_of([1030])[0], request_id="next turn")
+    longer = msgspec.structs.replace(again, prompt_token_ids=[*again.prompt_token_ids, *range(3, 33)])
+    hand_off(prefill.core, decode.core, [longer])
+    assert room.peers[1].bytes_moved - before <= 3 * full.block_bytes + most * other.block_bytes
 
 
 def test_a_state_that_was_not_read_shows(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

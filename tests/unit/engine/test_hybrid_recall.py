@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.kv.cache_groups import StateGroup
+from baton.engine.core.layout import CHECKPOINT_TOKENS
 from baton.engine.core.messages import EngineRequest
+from baton.engine.core.prefix import BlockHash
 from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
@@ -42,7 +45,7 @@ def engine() -> Iterator[Engine]:
     engine.close()
 
 
-def answers(engine: Engine, requests: list[EngineRequest]) -> dict[str, list[int]]:
+def answers(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
     steps = run(engine.core, requests)
     return {name: [token for step in steps[name] for token in step.token_ids] for name in steps}
 
@@ -104,6 +107,33 @@ def test_a_state_that_was_not_handed_over_shows(questions: Questions, monkeypatc
     prefill, decode = engine_of(room), engine_of(room)
     monkeypatch.setattr(room.peers[1], "skips", lambda region, block: block >= region.first_blocks[1])
     assert questions.share_right(handed_over(prefill, decode, questions)) < 0.5
+
+
+def test_a_stale_checkpoint_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint lies within the question, whose key the state must know; the one before it knows nothing of it."""
+    length = 2 * CHECKPOINT_TOKENS + 2
+    whole = Questions.of(HYBRID, [length + 40], 8)
+    requests = [
+        msgspec.structs.replace(each, prompt_token_ids=each.prompt_token_ids[-length:]) for each in whole.requests
+    ]
+    engine = engine_of(max_model_len=1100, max_num_seqs=12)
+    given: dict[str, list[int]] = {}
+    for each in requests:  # one by one, so that a chunk ends at the checkpoint
+        given |= answers(engine, [each])
+    right = {name: answer for name, answer in whole.answers.items() if given[name] == answer}
+    questions = Questions([each for each in requests if each.request_id in right], right)
+    assert len(right) > len(requests) / 2, "the first lines were left out, and with them few of the pairs asked for"
+    hits = engine.core.stats().prefix_cache_hits
+    assert questions.share_right(answers(engine, questions.requests)) == 1
+    assert engine.core.stats().prefix_cache_hits - hits == len(right) * 2 * CHECKPOINT_TOKENS
+    find = StateGroup.find
+
+    def older(self: StateGroup, hashes: Sequence[BlockHash]) -> Sequence[int]:
+        found = find(self, hashes)
+        return [found[max(0, entry - 1)] for entry in range(len(found))]
+
+    monkeypatch.setattr(StateGroup, "find", older)
+    assert questions.share_right(answers(engine, questions.requests)) < 0.5
 
 
 def test_requests_that_were_preempted_recall_as_well(questions: Questions) -> None:

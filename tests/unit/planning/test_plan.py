@@ -66,6 +66,8 @@ def plan_of(
 
 
 ONE_NODE = Machines(8, 80 * GB, nodes=1)
+DRAFTING = {"model": str(CONFIGS / "models/qwen3-8b"), "num_speculative_tokens": 3}
+DRAFT_TOO_LARGE = "speculative_config.model: the weights of qwen3-8b take 16.4 GB beside the 65.5 GB of the model's"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,10 @@ ONE_NODE = Machines(8, 80 * GB, nodes=1)
         ({"unified": {"replicas": 9}}, {}, ONE_NODE, "2 nodes needed, 1 given"),
         ({"unified": {}}, {"device": "cuda"}, Machines(0), "a worker needs 1 GPUs, a node has 0"),
         ({"unified": {"num_gpus": 4}}, {}, Machines(2), "a worker needs 4 GPUs, a node has 2"),
-        ({"unified": {}}, {}, Machines(8, 40 * GB), "gpu_memory_utilization: leaves no room for KV blocks"),
+        ({"unified": {}}, {}, Machines(8, 40 * GB), "model: its weights take 65.5 GB, and a rank has 36.0 GB"),
+        ({"unified": {}}, {"num_gpu_blocks_override": 9}, Machines(8, 60 * GB), "a rank has 60.0 GB for them"),
+        ({"unified": {}}, {}, Machines(8, 74 * GB), "gpu_memory_utilization: leaves no room for KV blocks"),
+        ({"unified": {}}, {"speculative_config": DRAFTING}, ONE_NODE, DRAFT_TOO_LARGE),
         ({"unified": {}}, {"kv_cache_memory_bytes": 10**9, "max_model_len": 20000}, ONE_NODE, "kv_cache_memory_bytes"),
         ({"unified": {}}, {"num_gpu_blocks_override": 100, "max_model_len": 2000}, ONE_NODE, "num_gpu_blocks_override"),
         ({"unified": {}}, {"max_model_len": 50000}, ONE_NODE, "50000"),

@@ -60,6 +60,25 @@ def baton(*words: object) -> Result:
         return CliRunner().invoke(app, list(map(str, words)))
 
 
+def test_draft_layers_and_draft_models_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    hybrid, empty = tmp_path / "hybrid", tmp_path / "empty"
+    shutil.copytree(DEMO.parent / "hybrid", hybrid)
+    config = json.loads((hybrid / "config.json").read_text())
+    (hybrid / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
+    shutil.copytree(DEMO, empty, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert baton("check", application(hybrid)).exit_code == 0
+    for speculation, problem in (
+        ("{method: mtp}", "'mtp' needs draft layers, and there are no tensors mtp.*"),
+        (
+            f"{{model: {empty}, num_speculative_tokens: 2}}",
+            f"speculative_config.model: {empty}: no *.safetensors files",
+        ),
+    ):
+        refused = baton("check", application(hybrid, f"{{speculative_config: {speculation}}}"))
+        assert refused.exit_code == 1
+        assert problem in " ".join(refused.output.split())
+
+
 def cut_off(file: Path, size: int) -> None:
     with file.open("r+b") as stream:
         stream.truncate(size)

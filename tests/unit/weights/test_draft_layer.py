@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from baton.engine.hf_config.errors import WeightsError
+from baton.engine.hf_config.errors import UnsupportedModel, WeightsError
 from baton.engine.models import check_weights, load_config
 
+from ...helpers.checkpoints import edit_config, write_checkpoint
 from ...helpers.draft_layers import with_draft_layer
 from ...helpers.mimo_draft_layers import write_mimo
 
@@ -30,6 +31,21 @@ def test_a_checkpoint_with_a_draft_layer_passes_the_check_with_and_without_draft
     check_weights(load_config(folder))
     with pytest.raises(WeightsError, match=f"1 missing: {lost}"):
         check_weights(load_config(folder, drafts=True))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "path"),
+    [("deepseek_v3", "model.layers.3"), ("glm4_moe", "model.layers.3"), ("qwen3_next", "mtp")],
+)
+def test_a_checkpoint_that_lacks_the_draft_layer_of_its_config_is_refused_by_name(
+    tmp_path: Path, architecture: str, path: str
+) -> None:
+    """Converted checkpoints often leave it out."""
+    folder = write_checkpoint(tmp_path / "model", architecture)
+    edit_config(folder, num_nextn_predict_layers=1)
+    check_weights(load_config(folder))
+    with pytest.raises(UnsupportedModel, match=f"'mtp' needs draft layers, and there are no tensors {path}"):
+        load_config(folder, drafts=True)
 
 
 def _remove_a_norm(folder: Path) -> str:
