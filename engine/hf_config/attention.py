@@ -111,6 +111,24 @@ def read_heads_by_window(keys: Keys) -> tuple[HeadShape, HeadShape]:
     return HeadShape(full_kv_heads, full_dim, full_dim, not shares_projection), HeadShape(num_kv_heads, dim, dim)
 
 
+def read_swa_heads(keys: Keys) -> tuple[HeadShape, HeadShape]:
+    """Read MiMo's heads of layers with full attention, and with a window (keys `swa_*`). Raises `ModelError`."""
+    key_dim, value_dim = keys.integer("head_dim"), keys.integer("v_head_dim", 128)
+    same = {
+        "swa_head_dim": key_dim,
+        "swa_v_head_dim": value_dim,
+        "swa_num_attention_heads": keys.integer("num_attention_heads"),
+    }
+    for name, only in same.items():
+        if keys.integer(name, only) != only:
+            raise UnsupportedModel(f"config.json: {name} {keys.values[name]} is not supported beside {only} elsewhere")
+    full = keys.integer("num_key_value_heads")
+    windowed = keys.integer("swa_num_key_value_heads", 2 * full)
+    if keys.integer("num_attention_heads") % windowed:
+        raise InvalidModelConfig(f"config.json: num_attention_heads must be a multiple of {windowed} KV heads")
+    return HeadShape(full, key_dim, value_dim), HeadShape(windowed, key_dim, value_dim)
+
+
 def _of_full_layers(keys: Keys, kinds: object) -> Keys | None:
     """Return the keys that `per_layer_config` repeats for every layer with full attention; None without it."""
     given = keys.values.get("per_layer_config")

@@ -60,6 +60,15 @@ class Keys:
             raise InvalidModelConfig(f"{self.file}: {name!r} must be true or false, not {value!r}")
         return value
 
+    def layer_flags(self, name: str, num_layers: int) -> tuple[bool, ...]:
+        """Return a list of one 0 or 1 for each layer as flags."""
+        given = self.values[name]
+        if not isinstance(given, list) or len(given) != num_layers or any(flag not in (0, 1) for flag in given):
+            raise InvalidModelConfig(
+                f"{self.file}: {name!r} must be a list of {num_layers} times 0 or 1, not {given!r}"
+            )
+        return tuple(flag == 1 for flag in given)
+
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(name)
         return default if value is None else value

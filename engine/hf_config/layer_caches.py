@@ -27,6 +27,13 @@ def keys_and_values_or_shared(config: ModelConfig, layer: int) -> LayerCaches:
     return keys_and_values(config, layer) if config.kv_source(layer) == layer else ()
 
 
+def unread_keys_and_values(config: ModelConfig) -> tuple[str, ...]:
+    """Return patterns of unused tensors: published checkpoints have them in layers that read another layer's cache."""
+    shared = (layer for layer in range(config.num_layers) if config.kv_source(layer) != layer)
+    names = ("k_proj.*", "v_proj.*", "k_norm.*", "v_norm.*")
+    return tuple(f"model.layers.{layer}.self_attn.{name}" for layer in shared for name in names)
+
+
 def keys_and_values(config: ModelConfig, layer: int) -> tuple[LayerCache]:
     """Keep a key and a value for every KV head; only those in the layer's window if `window_caches` is set."""
     window = config.layer_windows[layer] if config.window_caches else None

@@ -18,7 +18,7 @@ from baton.engine.hf_config.attention import (
 from baton.engine.hf_config.errors import InvalidModelConfig
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.keys import Keys
-from baton.engine.hf_config.layer_caches import keys_and_values_or_shared
+from baton.engine.hf_config.layer_caches import keys_and_values_or_shared, unread_keys_and_values
 from baton.engine.hf_config.model_config import LayerInputShape, ModelConfig, Scales
 from baton.engine.layers.base import Layer, Parameter
 from baton.engine.layers.decoder_layer import DecoderLayer
@@ -117,13 +117,6 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig | None:
 def read_scales(keys: Keys) -> Scales:
     cap = keys.optional_positive("final_logit_softcapping")
     return Scales(embedding=keys.integer("hidden_size") ** 0.5, score=1.0, logit_cap=cap)
-
-
-def unread_keys_and_values(config: ModelConfig) -> tuple[str, ...]:
-    """Return patterns of unused tensors: published checkpoints have them in layers that read another layer's cache."""
-    shared = (layer for layer in range(config.num_layers) if config.kv_source(layer) != layer)
-    names = ("k_proj.*", "v_proj.*", "k_norm.*", "v_norm.*")
-    return tuple(f"model.layers.{layer}.self_attn.{name}" for layer in shared for name in names)
 
 
 FAMILY = Family(

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from baton.engine import layers
-from baton.engine.hf_config.attention import FULL, SLIDING, AttentionForm, HeadShape, Sinks, WindowRule
-from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
+from baton.engine.hf_config.attention import FULL, SLIDING, AttentionForm, Sinks, WindowRule, read_swa_heads
 from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, sparse_as_listed
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import keys_and_values
@@ -54,35 +53,18 @@ class MiMoV2FlashLayer(DecoderLayer):
         step.feed_forward(self.mlp, before=self.post_attention_layernorm)
 
 
-def read_heads(keys: Keys) -> tuple[HeadShape, HeadShape]:
-    key_dim, value_dim = keys.integer("head_dim"), keys.integer("v_head_dim", 128)
-    same = {
-        "swa_head_dim": key_dim,
-        "swa_v_head_dim": value_dim,
-        "swa_num_attention_heads": keys.integer("num_attention_heads"),
-    }
-    for name, only in same.items():
-        if keys.integer(name, only) != only:
-            raise UnsupportedModel(f"config.json: {name} {keys.values[name]} is not supported beside {only} elsewhere")
-    full = keys.integer("num_key_value_heads")
-    windowed = keys.integer("swa_num_key_value_heads", 2 * full)
-    if keys.integer("num_attention_heads") % windowed:
-        raise InvalidModelConfig(f"config.json: num_attention_heads must be a multiple of {windowed} KV heads")
-    return HeadShape(full, key_dim, value_dim), HeadShape(windowed, key_dim, value_dim)
-
-
 def read_kinds(keys: Keys, num_layers: int) -> list[str]:
     """Return the kinds of layers. In the authors' list, 1 stands for a window."""
     pattern = keys.values.get("hybrid_layer_pattern")
     if pattern is None:
         return [SLIDING if layer and (layer + 1) % 6 else FULL for layer in range(num_layers)]
-    return [SLIDING if has_window else FULL for has_window in _layer_flags(keys, "hybrid_layer_pattern", num_layers)]
+    return [SLIDING if has_window else FULL for has_window in keys.layer_flags("hybrid_layer_pattern", num_layers)]
 
 
 def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
     sparse = sparse_as_listed(keys, num_layers)
     if sparse is None and keys.values.get("moe_layer_freq") is not None:
-        sparse = _layer_flags(keys, "moe_layer_freq", num_layers)
+        sparse = keys.layer_flags("moe_layer_freq", num_layers)
     return ExpertsConfig(
         num_experts=read_num_experts(keys, ("n_routed_experts", "num_local_experts"), 256),
         top_k=keys.integer("num_experts_per_tok", 8),
@@ -114,13 +96,6 @@ def path_of_draft_layer(config: ModelConfig, number: int) -> str:
     return f"model.mtp.layers.{number}"
 
 
-def _layer_flags(keys: Keys, name: str, num_layers: int) -> tuple[bool, ...]:
-    given = keys.values[name]
-    if not isinstance(given, list) or len(given) != num_layers or any(flag not in (0, 1) for flag in given):
-        raise InvalidModelConfig(f"config.json: {name!r} must be a list of {num_layers} times 0 or 1, not {given!r}")
-    return tuple(flag == 1 for flag in given)
-
-
 FAMILY = Family(
     architecture="MiMoV2FlashForCausalLM",
     layer=MiMoV2FlashLayer,
@@ -144,7 +119,7 @@ FAMILY = Family(
         "add_full_attention_sink_bias": False,
         "add_swa_attention_sink_bias": True,
     },
-    heads=read_heads,
+    heads=read_swa_heads,
     windows=WindowRule(listed=True, kinds=read_kinds, beside_key="sliding_window_size", own_rope=True),
     rotary_fraction=0.334,
     experts=read_experts,
