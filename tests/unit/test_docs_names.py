@@ -1,4 +1,4 @@
-"""Names in the documentation's text are those of the code: files, classes, methods, settings, metrics, options."""
+"""Names in the documentation's text are those of the code: files, classes, settings, metrics, routes, options."""
 
 from __future__ import annotations
 
@@ -135,6 +135,16 @@ def test_metrics_exist_with_the_labels_that_are_named(page: Path) -> None:
 
 
 @every_page
+def test_routes_exist(page: Path) -> None:
+    """The page of the HTTP API, whose table follows from the code, has them all."""
+    known = set(re.findall(r"^\| `(/[^`]*)` \|", (ROOT / "docs/reference/http.md").read_text(), re.MULTILINE))
+    assert len(known) > 20
+    named = {found for span in spans(page) for found in re.findall(r"(?:^|GET |POST )(/v1/[\w/{}]+)", span)}
+    named |= {found for span in spans(page) for found in re.findall(r"(?:GET|POST) (/\w[\w/{}]*)", span)}
+    assert sorted(named - known - {"/v1/responses/{id}"}) == []  # OpenAI's, which Baton does not have
+
+
+@every_page
 def test_options_that_are_named_alone_are_of_some_command(page: Path) -> None:
     known = {option for app in (baton_app, eval_app) for option in options_of(typer.main.get_command(app))}
     known |= {f"--{prefix}{name.replace('_', '-')}" for name in EngineConfig.model_fields for prefix in ("", "no-")}
@@ -146,13 +156,15 @@ def test_options_that_are_named_alone_are_of_some_command(page: Path) -> None:
 def test_wrong_names_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "`waves.py`, `RankedGroup`, `EngineCore.stop_all`, `gateway.cost.rate_s`, `baton_engine{kind}`, `--jason`\n"
+        "`waves.py`, `RankedGroup`, `EngineCore.stop_all`, `gateway.cost.rate_s`, `baton_engine{kind}`,\n"
+        "`GET /rank`, `--jason`\n"
     )
     for test in (
         test_files_of_code_exist,
         test_classes_and_their_members_exist,
         test_settings_exist,
         test_metrics_exist_with_the_labels_that_are_named,
+        test_routes_exist,
         test_options_that_are_named_alone_are_of_some_command,
     ):
         with pytest.raises(AssertionError):
