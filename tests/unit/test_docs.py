@@ -126,6 +126,17 @@ def test_objects_are_in_the_files_that_are_named_beside_them(page: str, folder: 
         assert set(re.findall(r"`(\w+)`", names)) <= defined
 
 
+def test_files_of_the_runner_define_what_they_own() -> None:
+    table = (ROOT / "docs/concepts/engine.md").read_text().partition("| file | owns |\n")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines()[1:]]
+    assert len(rows) > 10
+    for files, owns in rows:
+        folder = ROOT / "engine/worker" / ("backends" if "backends/" in files else "")
+        names = re.findall(r"`(?:backends/)?(\w+\.py)`", files)
+        defined = set(chain(*(defined_in(folder / name) for name in names)))
+        assert set(re.findall(r"`(\w+)`", owns)) <= defined, files
+
+
 def test_the_page_of_the_http_api_names_every_field_and_no_other() -> None:
     page = " ".join((ROOT / "docs/reference/http.md").read_text().split())
     taken = set(chain(CompletionRequest.model_fields, ChatRequest.model_fields))
