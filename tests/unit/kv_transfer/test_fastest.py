@@ -215,3 +215,25 @@ def test_a_removed_peer_is_removed_from_both() -> None:
 def test_metadata_that_make_no_sense_are_refused() -> None:
     with pytest.raises(MalformedMessage):
         Machines().reader.add_peer(b"\xff")
+
+
+@pytest.mark.parametrize("error", [MalformedMessage("no metadata of a CUDA IPC peer"), RuntimeError("CUDA error")])
+def test_a_peer_that_the_direct_way_cannot_take_leaves_nothing_behind_in_the_network(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handshake is repeated every few seconds, and each would leave another connection."""
+    machines = Machines()
+    added, removed = [], []
+
+    def add_peer(self: Named, metadata: bytes) -> PeerHandle:
+        if self.name == "cuda_ipc":
+            raise error
+        added.append(FakeTransport.add_peer(self, metadata))
+        return added[-1]
+
+    monkeypatch.setattr(Named, "add_peer", add_peer)
+    monkeypatch.setattr(Named, "remove_peer", lambda self, peer: removed.append(peer))
+    with pytest.raises(type(error)):
+        machines.reader.add_peer(machines.holder.metadata())
+    assert len(added) == 1
+    assert removed == added
