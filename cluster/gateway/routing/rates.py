@@ -86,7 +86,8 @@ class _Lanes:
         self.measured = {peer: known for peer, known in self.measured.items() if peer in self.by_peer}
         new = []
         for peer, lane in self.by_peer.items():
-            is_new = peer not in old or old[peer].num_reads != lane.num_reads
+            before = old.get(peer)  # perhaps of a process that had the same name, and as many reads
+            is_new = before is None or (before.num_reads, before.read_s) != (lane.num_reads, lane.read_s)
             if lane.read_s is not None and is_new:
                 by_tokens = Line(lane.read_s.base_s, lane.read_s.unit_s / BLOCK_SIZE)
                 self.measured[peer] = _Measured(now_s, by_tokens)

@@ -121,6 +121,14 @@ def test_a_pair_is_like_others_of_its_nodes_once_its_own_measurement_is_old() ->
     assert seconds(reads(SLOW, FAST, 3)) == pytest.approx(0.001)
 
 
+@pytest.mark.parametrize("num_reads", [0, 2])
+def test_a_peer_that_was_restarted_under_its_name_has_the_rate_of_its_new_pairing(num_reads: int) -> None:
+    """No report in between may have come to this gateway, and the new process may have been read as often."""
+    gateway = Gateway()
+    assert not gateway.route(divided(SLOW, num_reads)).hands_off
+    assert gateway.route(divided(FAST, num_reads)).hands_off
+
+
 def test_a_slow_link_between_nodes_counts_for_pairs_without_a_new_measurement() -> None:
     gateway, prefill = Gateway(), [view(0, Role.PREFILL), view(2, Role.PREFILL)]
     for number in range(NEWEST + 1):
