@@ -113,14 +113,12 @@ def test_a_read_of_a_group_is_done_when_all_its_ranks_are(group: Group) -> None:
     assert reads.num_descriptors == 2 * 3
 
 
-def test_reads_that_fall_back_on_another_rank_are_counted(group: Group) -> None:
+def test_reads_that_fall_back_on_another_rank_are_counted(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's GPU may have lost its direct way to the peer, and all ranks wait for it."""
-    reader = group.reader(1, range(2, 4))
-    group.join(reader)
-    reads = group.gather()
+    monkeypatch.setattr(RankReader, "num_fallbacks", property(lambda reader: 3 * reader.rank))
+    reads = group.together()
     peer = reads.add_peer(group.a_peer())
     group.pass_time(reads, 0.5)
-    reader._transport.num_fallbacks = 3
     read = reads.read(peer, [1], [4])
     group.pass_time(reads, 0.5)
     assert reads.release(read)

@@ -229,16 +229,16 @@ def test_a_backend_that_is_missing_is_named() -> None:
 def test_a_read_that_nixl_does_not_release_at_once_is_released_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the reads that connected to peers that are gone would stay until the engine ends."""
     (holder, _), (reader, _) = an_end("nixl", "holder"), an_end("nixl", "reader")
-    busy, released = [True], []
-    let_go = NixlTransport._let_go
+    bindings, api = nixl.import_nixl()
+    busy, released, release = [True], [], api.nixl_xfer_handle.release
 
-    def let_go_later(self: NixlTransport, handle: object) -> bool:
-        if busy[0] or not let_go(self, handle):
-            return False
+    def release_later(handle: Any) -> None:
+        if busy[0]:
+            raise nixl.errors_of(bindings)[0]("busy")
+        release(handle)
         released.append(handle)
-        return True
 
-    monkeypatch.setattr(NixlTransport, "_let_go", let_go_later)
+    monkeypatch.setattr(api.nixl_xfer_handle, "release", release_later)
     reader.remove_peer(connect(holder, reader))
     assert not released
     busy[0] = False

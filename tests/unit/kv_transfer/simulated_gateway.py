@@ -91,9 +91,7 @@ class Gateway:
 
     def _try(self, job: Job, prefill: str, decode: str) -> None:
         engine = self.world.engines[prefill]
-        offering = engine.offer(
-            job.num_blocks, job.num_written, job.request_id, job.generation, replaces=job.replaces
-        )
+        offering = engine.offer(job.num_blocks, job.num_written, job.request_id, job.generation, replaces=job.replaces)
         if offering is None:
             return
         self.tickets.append(offering)
