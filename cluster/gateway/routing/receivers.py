@@ -30,8 +30,8 @@ class Handoff:
         return self.stale_s > 0 and self.seconds > ALIKE * other.seconds
 
 
-class Receiver(NamedTuple):
-    """A decode engine that may read the request's KV."""
+class DecodeCandidate(NamedTuple):
+    """A decode engine that may read the KV of a request."""
 
     view: EngineView
     missing: int  # tokens that a hand-off has to transfer
@@ -49,17 +49,17 @@ class Receivers:
     Candidates are the least loaded decode engines among all, and the least loaded on the prefill engine's node.
     """
 
-    def __init__(self, receivers: Iterable[Receiver], cost: Cost, rates: LearntRates) -> None:
+    def __init__(self, receivers: Iterable[DecodeCandidate], cost: Cost, rates: LearntRates) -> None:
         self._cost, self._rates = cost, rates
-        everywhere: defaultdict[str, list[Receiver]] = defaultdict(list)  # by fingerprint
-        near: defaultdict[tuple[str, str], list[Receiver]] = defaultdict(list)  # by fingerprint and node
+        everywhere: defaultdict[str, list[DecodeCandidate]] = defaultdict(list)  # by fingerprint
+        near: defaultdict[tuple[str, str], list[DecodeCandidate]] = defaultdict(list)  # by fingerprint and node
         for receiver in receivers:
             record = receiver.view.record
             everywhere[record.fingerprint].append(receiver)
             near[record.fingerprint, record.node_id].append(receiver)
         guessed = rates.guesses.node_tokens_per_s
 
-        def idlest(receivers: list[Receiver]) -> list[Receiver]:
+        def idlest(receivers: list[DecodeCandidate]) -> list[DecodeCandidate]:
             return heapq.nsmallest(NUM_RECEIVERS, receivers, key=lambda each: each.decode_s + each.missing / guessed)
 
         self._everywhere = {fingerprint: idlest(receivers) for fingerprint, receivers in everywhere.items()}
@@ -72,7 +72,7 @@ class Receivers:
         """
         near = self._near.get((source.fingerprint, source.node_id), [])
         receivers = {each.view.record.rank: each for each in (*near, *self._everywhere.get(source.fingerprint, []))}
-        best: tuple[float, Receiver] | None = None
+        best: tuple[float, DecodeCandidate] | None = None
         for each in receivers.values():
             seconds = self._cost.handoff_s(each.view, source, each.missing, before=num_requests, ready_s=ready_s)
             if best is None or seconds + each.decode_s < best[0] + best[1].decode_s:

@@ -24,7 +24,7 @@ from .cost import Cost, PrefillWork
 from .load import LoadTracker, Placement
 from .prefix_index import EngineKey, PrefixIndex, engine_key, prefix_names
 from .rates import CostRates, LearntRates
-from .receivers import Handoff, Receiver, Receivers
+from .receivers import DecodeCandidate, Handoff, Receivers
 
 EQUAL = 1.05  # costs within this ratio are equal: gateways with equal reports must not all choose the same engine
 NO_PREFILL_ENGINE = "no-prefill-engine"
@@ -208,9 +208,9 @@ class Router:
             record, load = view.record, self.loads.of(view)
             if not _pairs(source, record) or engine_key(record) in avoid:
                 continue
-            receiver = self._as_receiver(view, query)
-            handoff_s = self._cost.handoff_s(view, source, receiver.missing)
-            handoff = receiver.handoff(source, handoff_s, self._rates)
+            candidate = self._as_candidate(view, query)
+            handoff_s = self._cost.handoff_s(view, source, candidate.missing)
+            handoff = candidate.handoff(source, handoff_s, self._rates)
             is_full = _is_full(view, query.num_tokens)
             options.append(_Option(is_full, handoff.cost_s, Placement(record, 0), handoff=handoff))
             if engine_key(record) in self._rates.stale and not load.num_requests:
@@ -228,7 +228,7 @@ class Router:
         decoders = [
             view for view in engines if view.record.role is Role.DECODE and engine_key(view.record) not in avoid
         ]
-        receivers = Receivers((self._as_receiver(view, query) for view in decoders), self._cost, self._rates)
+        receivers = Receivers((self._as_candidate(view, query) for view in decoders), self._cost, self._rates)
         options = []
         for view in engines:
             record = view.record
@@ -317,8 +317,8 @@ class Router:
         """Return how many tokens a hand-off has to transfer: all but those in the pool, since it ignores tiers."""
         return query.num_tokens - self._found(view, query).pool * BLOCK_SIZE
 
-    def _as_receiver(self, view: EngineView, query: RoutingQuery) -> Receiver:
-        return Receiver(view, self._missing(view, query), self._cost.decode_s(view, self.loads.of(view)))
+    def _as_candidate(self, view: EngineView, query: RoutingQuery) -> DecodeCandidate:
+        return DecodeCandidate(view, self._missing(view, query), self._cost.decode_s(view, self.loads.of(view)))
 
     def _found(self, view: EngineView, query: RoutingQuery) -> FoundPrefix:
         return self.prefixes.find(view.cached, engine_key(view.record), query.names)
