@@ -8,8 +8,10 @@ import random
 
 import pytest
 
+from baton.kv_transfer import codec
 from baton.kv_transfer.errors import MalformedMessage, TransportError
 from baton.kv_transfer.transports import ByteRange, Lane, PeerHandle, PeerState, ReadState
+from baton.kv_transfer.transports.cuda_ipc import ALIGNMENT, decode_metadata
 from baton.kv_transfer.transports.fastest import FastestTransport
 
 from ...helpers.fake_transport import FakeFabric, FakeTransport, TransportFaults
@@ -237,3 +239,15 @@ def test_a_peer_that_the_direct_way_cannot_take_leaves_nothing_behind_in_the_net
         machines.reader.add_peer(machines.holder.metadata())
     assert len(added) == 1
     assert removed == added
+
+
+def test_a_peer_of_cuda_ipc_has_memory_for_at_least_one_copy() -> None:
+    """With less, the transfer thread would divide by zero when it times copies."""
+
+    def metadata(num_bytes: int) -> bytes:
+        memory = bytes(64), 0, num_bytes
+        return codec.encode(("holder", "boot", "gpu", memory, memory, bytes(16)))
+
+    assert decode_metadata(metadata(ALIGNMENT)).blocks.num_bytes == ALIGNMENT
+    with pytest.raises(MalformedMessage):
+        decode_metadata(metadata(ALIGNMENT - 1))
