@@ -180,7 +180,7 @@ class VirtualConnector:
         def arrive(upto: int) -> None:
             nonlocal came, since_s, before
             pace.num_blocks += upto - came
-            pace.measured([TimedRead(since_s, before)], self._time())
+            pace.measured([TimedRead(since_s, before)], (), self._time())
             came, since_s, before, self._stats = upto, self._time(), pace.num_blocks, None
             self.on_measured()
 

@@ -133,7 +133,9 @@ class ReadHandler:
         return reports
 
     def _report(self, read: ReadHandle, state: ReadState, reason: str, *, released: bool) -> ReadReport:
-        return ReadReport(read, state, reason, released, self._reader.num_bytes, self._reader.num_descriptors)
+        reader = self._reader
+        counts = reader.num_bytes, reader.num_descriptors, reader.num_fallbacks
+        return ReadReport(read, state, reason, released, *counts)
 
 
 def read_member(reader: RankReader, channel: Channel, leader: Route, clock: Callable[[], float]) -> GroupMember:

@@ -56,6 +56,7 @@ class ReadReport(msgspec.Struct, frozen=True, array_like=True, tag=11):
     released: bool  # nothing can write into its blocks any more
     num_bytes: Id  # of all reads of this rank since its start
     num_descriptors: Id
+    num_fallbacks: Id = 0  # of its reads that failed over one transport and began again over another
 
 
 class CheckReport(msgspec.Struct, frozen=True, array_like=True, tag=12):

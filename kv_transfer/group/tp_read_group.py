@@ -61,6 +61,7 @@ class RemoteRank:
         self.memory = memory
         self.num_bytes = 0
         self.num_descriptors = 0
+        self.num_fallbacks = 0
         self._send = send
         self._clock = clock
         self._peers: dict[PeerHandle, PeerState] = {}
@@ -138,6 +139,7 @@ class RemoteRank:
                     raise RankLost(f"rank {self.rank} reports a read that it was not asked for")
                 self._reads[report.read] = report
                 self.num_bytes, self.num_descriptors = report.num_bytes, report.num_descriptors
+                self.num_fallbacks = report.num_fallbacks
             case CheckReport():
                 if report.check not in self._checks:
                     raise RankLost(f"rank {self.rank} reports digests that it was not asked for")
@@ -198,8 +200,8 @@ class TpReadGroup:
 
     @property
     def num_fallbacks(self) -> int:
-        """Number of rank 0's reads that failed over one transport and began again over another."""
-        return self._own.num_fallbacks
+        """Number of reads that failed over one transport and began again over another, on all ranks."""
+        return sum(rank.num_fallbacks for rank in self._ranks)
 
     def remove_peer(self, peer: PeerHandle) -> None:
         """Forget a peer. No read of it may be left."""

@@ -45,11 +45,22 @@ class ReadEvent(NamedTuple):
     reason: str = ""
 
 
-class TimedRead(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class TimedRead:
     """A read, or a part of one, that is being timed."""
 
     began_s: float
-    blocks_before: int  # number of blocks read from the peer before it began
+    blocks_before: float  # number of blocks read from the peer before it began, in part those of running batches
+    batch_s: float = 0.0  # longest time of a batch that ended meanwhile
+
+
+class RunningBatch(NamedTuple):
+    num_blocks: int  # of the first cache group
+    began_s: float
+
+    def share_s(self, since_s: float, now_s: float) -> float:
+        """Return how long the batch has run since a time, or all of its time if it began later."""
+        return now_s - max(self.began_s, since_s)
 
 
 class ReadPace:
@@ -58,8 +69,9 @@ class ReadPace:
     Only blocks of the first cache group count: what other groups add to a hand-off does not grow with the prompt.
 
     The fit begins with the rate that was measured at pairing. If several receives read from the peer at once, each
-    counts the blocks of all, so that the fit describes the peer and not a share of it. Of overlapping reads only one
-    counts, because a single delay holds up all of them and must not look like several.
+    counts the blocks of all, so that the fit describes the peer and not a share of it. A batch that began before the
+    timed read, or has not ended with it, counts in part: its blocks are taken to come evenly. Of overlapping reads only
+    one counts, because a single delay holds up all of them and must not look like several.
     """
 
     def __init__(self, block_bytes: int, bytes_per_s: float | None, now_s: float, *, constant_bytes: int = 0) -> None:
@@ -76,13 +88,30 @@ class ReadPace:
             for count in (blocks, APART * blocks) if constant_bytes else (blocks,):
                 self._fit.add(count, (constant_bytes + count * block_bytes) / bytes_per_s, now_s)
 
-    def measured(self, ended: Iterable[TimedRead], now_s: float) -> None:
-        """Add the longest of the reads that ended now, leaving out those that overlap with an earlier measurement."""
+    def ended(self, batch: RunningBatch, timed: Iterable[TimedRead], now_s: float) -> None:
+        """Count the blocks of a batch that has ended. `timed` are the reads of the peer that are being timed."""
+        self.num_blocks += batch.num_blocks
+        taken_s = now_s - batch.began_s
+        for read in timed:
+            if taken_s > 0:
+                read.blocks_before += batch.num_blocks * (1 - batch.share_s(read.began_s, now_s) / taken_s)
+            read.batch_s = max(read.batch_s, taken_s)
+
+    def measured(self, ended: Iterable[TimedRead], running: Iterable[RunningBatch], now_s: float) -> None:
+        """Add the longest of the reads that ended now, leaving out those that overlap with an earlier measurement.
+
+        `running` are the peer's batches that have not ended. They are taken to last as long as the longest that has.
+        """
         apart = [piece for piece in ended if piece.began_s >= self._counted_until_s]
         if apart:
             longest = min(apart, key=lambda piece: piece.began_s)
             self.num_reads, self._counted_until_s = self.num_reads + 1, now_s
-            self._fit.add(self.num_blocks - longest.blocks_before, now_s - longest.began_s, now_s)
+            blocks = self.num_blocks - longest.blocks_before
+            for batch in running:
+                expected_s = max(longest.batch_s, now_s - batch.began_s)
+                if expected_s > 0:
+                    blocks += batch.num_blocks * batch.share_s(longest.began_s, now_s) / expected_s
+            self._fit.add(max(1, round(blocks)), now_s - longest.began_s, now_s)
 
     def line(self) -> Line | None:
         """Return the fitted line. None: nothing was measured."""
@@ -100,7 +129,7 @@ class _BlockRead:
     peer: PeerHandle
     num_to_come: int  # blocks that are not written yet
     waiting: collections.deque[_Batch] = dataclasses.field(default_factory=collections.deque)
-    running: dict[ReadHandle, int] = dataclasses.field(default_factory=dict)  # and its blocks of the first cache group
+    running: dict[ReadHandle, RunningBatch] = dataclasses.field(default_factory=dict)
     releasing: list[ReadHandle] = dataclasses.field(default_factory=list)
     ended_early: bool = False  # stopped or failed: begin no further batch
     progress_at: float = 0.0  # when the last batch ended, or the first running one began
@@ -157,10 +186,13 @@ class BlockReads:
 
     def of(self, peer: PeerHandle) -> list[TransferId]:
         """Return the receives that read from this memory."""
-        return [entry.receive for entry in self._entries.values() if entry.peer == peer]
+        return [entry.receive for entry in self._of(peer)]
+
+    def _of(self, peer: PeerHandle) -> list[_BlockRead]:
+        return [entry for entry in self._entries.values() if entry.peer == peer]
 
     def uses(self, peer: PeerHandle) -> bool:
-        return bool(self.of(peer))
+        return bool(self._of(peer))
 
     @property
     def given_up(self) -> set[PeerHandle]:
@@ -203,7 +235,8 @@ class BlockReads:
         for entry in list(self._entries.values()):
             events += self._advance(entry, now)
         for peer, ended in self._ended.items():
-            self.pace(peer).measured(ended, self._clock())
+            running = (batch for entry in self._of(peer) for batch in entry.running.values())
+            self.pace(peer).measured(ended, running, self._clock())
         self._ended.clear()
         return events
 
@@ -252,15 +285,20 @@ class BlockReads:
             if state is ReadState.RUNNING:
                 continue
             entry.progress_at = now
-            num_blocks = entry.running.pop(read)
+            batch = entry.running.pop(read)
             entry.releasing.append(read)
             if state is ReadState.FAILED:
                 reason = self._group.reason(read)
                 continue
-            self.pace(entry.peer).num_blocks += num_blocks
+            self.pace(entry.peer).ended(batch, self._timed(entry.peer), self._clock())
             if entry.num_to_come:
-                self.num_early += num_blocks
+                self.num_early += batch.num_blocks
         return reason
+
+    def _timed(self, peer: PeerHandle) -> list[TimedRead]:
+        """Return the reads of a peer that are being timed, or have ended in this round."""
+        timed = [entry.piece for entry in self._of(peer) if entry.piece is not None]
+        return timed + self._ended.get(peer, [])
 
     def _end_piece(self, entry: _BlockRead, piece: TimedRead) -> None:
         """Record the time of a piece that has ended, or that has run for `MEASURED_S`."""
@@ -276,6 +314,7 @@ class BlockReads:
         started = []
         while entry.waiting and len(entry.running) < self._reads_in_flight:
             batch = entry.waiting.popleft()
+            began_s = self._clock()  # some transports copy before `read` returns
             started.append(self._group.read(entry.peer, batch.source_blocks, batch.blocks))
-            entry.running[started[-1]] = self._group.region.num_in_first(batch.blocks)
+            entry.running[started[-1]] = RunningBatch(self._group.region.num_in_first(batch.blocks), began_s)
         return started

@@ -47,7 +47,7 @@ LONG_RANGE_BYTES = 16 << 20  # from this average length on, ranges are copied on
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _Offset = Annotated[int, Meta(ge=0, lt=2**62)]
-_Length = Annotated[int, Meta(ge=1, lt=2**62)]
+_Length = Annotated[int, Meta(ge=ALIGNMENT, lt=2**62)]
 
 
 class _Shared(msgspec.Struct, frozen=True, array_like=True):

@@ -113,6 +113,9 @@ class FastestTransport:
                 routes.insert(0, _Route(self._direct, self._direct.add_peer(known.direct)))
             except TransportError as error:
                 logger.info("%s is read over %s, not %s: %s", known.name, self.name, self._direct.name, error)
+            except Exception:  # the caller may try again, and must not leave a connection behind each time
+                self._network.remove_peer(routes[0].peer)
+                raise
         handle = next(self._ids)
         self._peers[handle] = _Peer(known.name, routes)
         return handle

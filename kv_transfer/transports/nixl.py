@@ -114,7 +114,7 @@ class NixlTransport:
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
-        self._lingering: list[Any] = []
+        self._lingering: list[Any] = []  # reads into the scratch that are not released yet
         self._log_ucx()
         logger.info("NIXL agent %s: %s, %.1f MB of %s", agent_name, backends, self._num_bytes / 1e6, self._memory)
 
@@ -162,7 +162,7 @@ class NixlTransport:
         if known.state is PeerState.CONNECTING:
             self._lingering.append(known.warm_read)  # it still runs, but writes only into the scratch
         elif known.warm_read is not None:
-            self._let_go(known.warm_read)
+            self._drop(known.warm_read)
         self._forget(known.name)
         self._log_ucx()
 
@@ -208,6 +208,7 @@ class NixlTransport:
         """Close. If reads still run, keep the agent and the region registered until the process ends."""
         for peer in list(self._peers):
             self.remove_peer(peer)
+        self.progress()
         running = len(self._reads) + len(self._lingering)
         if running:
             logger.warning("%d reads still run: the NIXL agent is not closed", running)
@@ -242,7 +243,7 @@ class NixlTransport:
         return PeerState.BROKEN if self._post(peer.warm_read) is ReadState.FAILED else PeerState.CONNECTING
 
     def _begin_probe(self, peer: _Peer) -> PeerState:
-        self._let_go(peer.warm_read)
+        self._drop(peer.warm_read)
         peer.warm_read = None
         try:
             peer.warm_read = self._into_scratch(peer, PROBE_BYTES)
@@ -289,6 +290,11 @@ class NixlTransport:
             logger.warning("NIXL does not release a read yet: %s", error)
             return False
         return True
+
+    def _drop(self, handle: Any) -> None:
+        """Release a read into the scratch: now, or in `progress` if NIXL does not release it yet."""
+        if not self._let_go(handle):
+            self._lingering.append(handle)
 
     def _forget(self, name: str) -> None:
         try:

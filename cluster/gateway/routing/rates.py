@@ -86,7 +86,8 @@ class _Lanes:
         self.measured = {peer: known for peer, known in self.measured.items() if peer in self.by_peer}
         new = []
         for peer, lane in self.by_peer.items():
-            is_new = peer not in old or old[peer].num_reads != lane.num_reads
+            before = old.get(peer)  # perhaps of a process that had the same name, and as many reads
+            is_new = before is None or (before.num_reads, before.read_s) != (lane.num_reads, lane.read_s)
             if lane.read_s is not None and is_new:
                 by_tokens = Line(lane.read_s.base_s, lane.read_s.unit_s / BLOCK_SIZE)
                 self.measured[peer] = _Measured(now_s, by_tokens)
@@ -251,7 +252,7 @@ class LearntRates:
         own = self._lanes_of(reader).measured.get(source.engine_id)
         now_s = self._clock()
         nodes = source.node_id, reader.record.node_id
-        others = [each for each in self._between.get(nodes, ()) if now_s - each.at_s <= STALE_S]
+        others = self._fresh_between(nodes, now_s)
         if own is not None and now_s - own.at_s <= STALE_S and not _all_slowed_down(own, others):
             return own.read_s
         if others:
@@ -265,6 +266,17 @@ class LearntRates:
         """Return when a pair's newest measurement, or else the pair itself, was reported; minus infinity if never."""
         own = self._lanes_of(reader).measured.get(source.engine_id)
         return -math.inf if own is None else own.at_s
+
+    def stale_read_s(self, reader: EngineView, source: EngineRecord) -> float:
+        """Return the age of a pair's own figure if `read_s` uses it although it is stale; otherwise 0."""
+        own, now_s = self._lanes_of(reader).measured.get(source.engine_id), self._clock()
+        if own is None or now_s - own.at_s <= STALE_S:
+            return 0.0
+        return 0.0 if self._fresh_between((source.node_id, reader.record.node_id), now_s) else now_s - own.at_s
+
+    def _fresh_between(self, nodes: Nodes, now_s: float) -> list[_Measured]:
+        """Return the newest measurements of pairs of two nodes, without stale ones."""
+        return [each for each in self._between.get(nodes, ()) if now_s - each.at_s <= STALE_S]
 
     def _reports_of(self, view: EngineView) -> _StepReports:
         key, now_s = engine_key(view.record), self._clock()

@@ -10,12 +10,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-import heapq
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from baton.cluster.cached_blocks import BlockName, FoundPrefix
 from baton.cluster.contracts import EngineRecord, EngineView, Role
@@ -27,6 +24,7 @@ from .cost import Cost, PrefillWork
 from .load import LoadTracker, Placement
 from .prefix_index import EngineKey, PrefixIndex, engine_key, prefix_names
 from .rates import CostRates, LearntRates
+from .receivers import DecodeCandidate, Handoff, Receivers
 
 EQUAL = 1.05  # costs within this ratio are equal: gateways with equal reports must not all choose the same engine
 NO_PREFILL_ENGINE = "no-prefill-engine"
@@ -36,7 +34,6 @@ WORTHWHILE_HIT = 256  # cached tokens from which on a decode engine may compute 
 SLOW_SHARE = 0.15  # of the time to compute a prompt: hand-offs that take no longer are made without comparing costs
 LINK_TRIAL_SHARE = 1 / 600  # extra cost of a hand-off that is only made to measure / time since the last one
 ENGINE_TRIAL_SHARE = 1 / 300  # extra cost of a request as a trial of a slow engine / age of that engine's figures
-NUM_RECEIVERS = 8  # decode engines, the least loaded ones, whose links to a prefill engine are compared
 
 
 class Path(enum.StrEnum):
@@ -80,20 +77,11 @@ class _Option:
     placement: Placement
     path: Path = Path.DISAGGREGATED
     reason: str = ""  # empty: the reason says whether a part of the prompt is cached
-    handoff: _Handoff | None = None
+    handoff: Handoff | None = None
 
     def route(self, query: RoutingQuery) -> Route:
         found = "prefix-hit" if self.placement.uncached < query.num_tokens else "least-loaded"
         return Route(self.placement, self.handoff is not None, self.path, self.reason or found)
-
-
-@dataclass(frozen=True)
-class _Handoff:
-    """The cheapest hand-off of one prefill engine."""
-
-    seconds: float
-    cost_s: float  # with the cost of the reader's load
-    measured_s: float  # time of the newest measurement of the pair's reads
 
 
 class Router:
@@ -159,14 +147,21 @@ class Router:
     def _link_trial(self, options: Collection[_Option], best: _Option) -> _Option | None:
         """Return a hand-off to be made although it costs more, so that the link is measured again; or None.
 
-        All trials together cost at most `LINK_TRIAL_SHARE` of the time, so long prompts are seldom used.
+        If `best` is a hand-off too, only those are tried that a stale figure makes slower: nothing else would ever
+        measure them again. All trials together cost at most `LINK_TRIAL_SHARE` of the time, so long prompts are seldom
+        used.
         """
-        handoffs = [option for option in options if option.handoff is not None and not option.is_full]
-        if best.handoff is not None or not handoffs:
+        handoffs = [
+            (option, option.handoff)
+            for option in options
+            if option.handoff is not None
+            and not option.is_full
+            and (best.handoff is None or option.handoff.is_slow_beside(best.handoff))
+        ]
+        if not handoffs:
             return None
-        tried = min(handoffs, key=lambda option: option.cost_s)
-        assert tried.handoff is not None, "so they were chosen"
-        known_for_s = self._clock() - max(self._tried_s, tried.handoff.measured_s)
+        tried, handoff = min(handoffs, key=lambda each: each[0].cost_s)
+        known_for_s = self._clock() - max(self._tried_s, handoff.measured_s)
         if tried.cost_s - best.cost_s > LINK_TRIAL_SHARE * known_for_s:
             return None
         self._tried_s = self._clock()
@@ -213,9 +208,11 @@ class Router:
             record, load = view.record, self.loads.of(view)
             if not _pairs(source, record) or engine_key(record) in avoid:
                 continue
-            handoff_s = self._cost.handoff_s(view, source, self._missing(view, query))
-            cost_s = handoff_s + self._cost.decode_s(view, load)
-            options.append(_Option(_is_full(view, query.num_tokens), cost_s, Placement(record, 0)))
+            candidate = self._as_candidate(view, query)
+            handoff_s = self._cost.handoff_s(view, source, candidate.missing)
+            handoff = candidate.handoff(source, handoff_s, self._rates)
+            is_full = _is_full(view, query.num_tokens)
+            options.append(_Option(is_full, handoff.cost_s, Placement(record, 0), handoff=handoff))
             if engine_key(record) in self._rates.stale and not load.num_requests:
                 ages_s[engine_key(record)] = self._rates.slow_decode_age_s(view)
         if (best := self._best(options, query)) is None:
@@ -223,7 +220,7 @@ class Router:
         for option in options if ages_s else ():
             if _is_worth_trying(option, best, ages_s.get(engine_key(option.placement.engine), 0.0)):
                 return option.placement
-        return best.placement
+        return (self._link_trial(options, best) or best).placement
 
     def _options(
         self, engines: Sequence[EngineView], query: RoutingQuery, avoid: Collection[EngineKey]
@@ -231,7 +228,7 @@ class Router:
         decoders = [
             view for view in engines if view.record.role is Role.DECODE and engine_key(view.record) not in avoid
         ]
-        receivers = _Receivers(self, decoders, query)
+        receivers = Receivers((self._as_candidate(view, query) for view in decoders), self._cost, self._rates)
         options = []
         for view in engines:
             record = view.record
@@ -320,52 +317,11 @@ class Router:
         """Return how many tokens a hand-off has to transfer: all but those in the pool, since it ignores tiers."""
         return query.num_tokens - self._found(view, query).pool * BLOCK_SIZE
 
+    def _as_candidate(self, view: EngineView, query: RoutingQuery) -> DecodeCandidate:
+        return DecodeCandidate(view, self._missing(view, query), self._cost.decode_s(view, self.loads.of(view)))
+
     def _found(self, view: EngineView, query: RoutingQuery) -> FoundPrefix:
         return self.prefixes.find(view.cached, engine_key(view.record), query.names)
-
-
-class _Receivers:
-    """Finds the cheapest decode engine for each prefill engine, without comparing every pair.
-
-    Candidates are the least loaded decode engines among all, and the least loaded on the prefill engine's node.
-    """
-
-    def __init__(self, router: Router, decoders: Iterable[EngineView], query: RoutingQuery) -> None:
-        self._cost, self._rates = router._cost, router._rates
-        everywhere: defaultdict[str, list[_Receiver]] = defaultdict(list)  # by fingerprint
-        near: defaultdict[tuple[str, str], list[_Receiver]] = defaultdict(list)  # by fingerprint and node
-        for view in decoders:
-            decode_s = router._cost.decode_s(view, router.loads.of(view))
-            receiver = _Receiver(view, router._missing(view, query), decode_s)
-            everywhere[view.record.fingerprint].append(receiver)
-            near[view.record.fingerprint, view.record.node_id].append(receiver)
-        guessed = router._rates.guesses.node_tokens_per_s
-
-        def idlest(receivers: list[_Receiver]) -> list[_Receiver]:
-            return heapq.nsmallest(NUM_RECEIVERS, receivers, key=lambda each: each.decode_s + each.missing / guessed)
-
-        self._everywhere = {fingerprint: idlest(receivers) for fingerprint, receivers in everywhere.items()}
-        self._near = {place: idlest(receivers) for place, receivers in near.items()}
-
-    def cheapest(self, source: EngineRecord, num_requests: int, ready_s: float) -> _Handoff | None:
-        """Return the cheapest hand-off of a prompt from `source`, which has `num_requests` and is ready in `ready_s`.
-
-        None if no decode engine can fetch this engine's KV.
-        """
-        near = self._near.get((source.fingerprint, source.node_id), [])
-        receivers = {each.view.record.rank: each for each in (*near, *self._everywhere.get(source.fingerprint, []))}
-        best: _Handoff | None = None
-        for each in receivers.values():
-            seconds = self._cost.handoff_s(each.view, source, each.missing, before=num_requests, ready_s=ready_s)
-            if best is None or seconds + each.decode_s < best.cost_s:
-                best = _Handoff(seconds, seconds + each.decode_s, self._rates.measured_s(each.view, source))
-        return best
-
-
-class _Receiver(NamedTuple):
-    view: EngineView
-    missing: int  # tokens that a hand-off has to transfer
-    decode_s: float
 
 
 def _is_worth_trying(option: _Option, best: _Option, age_s: float) -> bool:

@@ -113,6 +113,18 @@ def test_a_read_of_a_group_is_done_when_all_its_ranks_are(group: Group) -> None:
     assert reads.num_descriptors == 2 * 3
 
 
+def test_reads_that_fall_back_on_another_rank_are_counted(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's GPU may have lost its direct way to the peer, and all ranks wait for it."""
+    monkeypatch.setattr(RankReader, "num_fallbacks", property(lambda reader: 3 * reader.rank))
+    reads = group.together()
+    peer = reads.add_peer(group.a_peer())
+    group.pass_time(reads, 0.5)
+    read = reads.read(peer, [1], [4])
+    group.pass_time(reads, 0.5)
+    assert reads.release(read)
+    assert reads.num_fallbacks == 3
+
+
 def test_a_read_that_one_rank_refuses_fails_and_names_the_rank(group: Group) -> None:
     """The peer's rank 1 has one block too few."""
     reads = group.together()

@@ -224,3 +224,25 @@ def test_a_backend_that_is_missing_is_named() -> None:
             "agent",
             ["UCX", "CARRIER_PIGEON"],
         )
+
+
+def test_a_read_that_nixl_does_not_release_at_once_is_released_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the reads that connected to peers that are gone would stay until the engine ends."""
+    (holder, _), (reader, _) = an_end("nixl", "holder"), an_end("nixl", "reader")
+    bindings, api = nixl.import_nixl()
+    busy, released, release = [True], [], api.nixl_xfer_handle.release
+
+    def release_later(handle: Any) -> None:
+        if busy[0]:
+            raise nixl.errors_of(bindings)[0]("busy")
+        release(handle)
+        released.append(handle)
+
+    monkeypatch.setattr(api.nixl_xfer_handle, "release", release_later)
+    reader.remove_peer(connect(holder, reader))
+    assert not released
+    busy[0] = False
+    reader.progress()
+    assert len(released) == 2  # the first read, and the one that was timed
+    reader.close()
+    holder.close()

@@ -103,6 +103,69 @@ def test_a_link_that_was_judged_slow_is_tried_again_at_little_cost() -> None:
     assert gateway.route(divided(FAST, num_reads=2)).hands_off
 
 
+def two_readers(first: PeerLane, second: PeerLane) -> list[EngineView]:
+    """A prefill engine and two decode engines on different nodes, so that no other pair tells about a link."""
+    readers = [view(rank, Role.DECODE, node=f"n{rank}", lanes=[each]) for rank, each in ((1, first), (2, second))]
+    return [view(0, Role.PREFILL, node="n0"), *readers]
+
+
+def test_a_reader_whose_link_was_slow_is_tried_again_although_another_can_read() -> None:
+    """Otherwise it would stay idle until the load of the other costs more than the slow link did."""
+    gateway = Gateway()
+    query = gateway.router.read(EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams()))
+
+    def reader(engines: list[EngineView]) -> int:
+        gateway.rates.renew(engines)
+        placement = gateway.router.decode_placement(engines, query, engines[0].record)
+        assert placement is not None
+        return placement.engine.rank
+
+    def at_present(num_reads: int, second: PeerLane) -> list[EngineView]:
+        return two_readers(lane("e0", FAST, num_reads), second)
+
+    slow = lane("e0", SLOW)
+    loss_s = (SLOW - FAST) * len(PROMPT)
+    assert reader(at_present(1, slow)) == 1
+    gateway.clock.now_s += 0.9 * loss_s / LINK_TRIAL_SHARE
+    assert reader(at_present(2, slow)) == 1, "the trial would cost too much"
+    gateway.clock.now_s += 0.2 * loss_s / LINK_TRIAL_SHARE
+    assert reader(at_present(3, slow)) == 2
+    assert reader(at_present(3, slow)) == 1, "one trial at a time"
+    gateway.clock.now_s += 1
+    loaded = view(1, Role.DECODE, node="n1", lanes=[lane("e0", FAST, 4)], num_requests_running=9)
+    assert reader([*at_present(4, slow)[:1], loaded, at_present(4, lane("e0", FAST, 2))[2]]) == 2
+
+
+def test_a_reader_with_more_work_is_no_slow_link() -> None:
+    gateway = Gateway()
+    query = gateway.router.read(EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams()))
+    engines = two_readers(lane("e0", FAST), lane("e0", FAST))
+    engines[2] = view(2, Role.DECODE, node="n2", lanes=[lane("e0", FAST)], num_requests_running=1)
+    gateway.rates.renew(engines)
+    for _ in range(3):
+        gateway.clock.now_s += 100 * STALE_S
+        placement = gateway.router.decode_placement(engines, query, engines[0].record)
+        assert placement is not None
+        assert placement.engine.rank == 1
+
+
+def test_a_prefill_engine_whose_links_were_slow_is_tried_again_although_another_hands_over() -> None:
+    gateway = Gateway(slow_handoff_s=10.0)  # no engine decodes what it has read
+
+    def engines(num_reads: int, slow: PeerLane) -> list[EngineView]:
+        sources = [view(rank, Role.PREFILL, node=f"n{rank}") for rank in (0, 2)]
+        return [*sources, view(1, Role.DECODE, node="n1", lanes=[lane("e0", FAST, num_reads), slow])]
+
+    slow = lane("e2", COMPUTE_S / len(PROMPT))
+    assert gateway.route(engines(1, slow)).placement.engine.rank == 0
+    gateway.clock.now_s += 0.9 * COMPUTE_S / LINK_TRIAL_SHARE
+    assert gateway.route(engines(2, slow)).placement.engine.rank == 0
+    gateway.clock.now_s += max(STALE_S, 0.2 * COMPUTE_S / LINK_TRIAL_SHARE)
+    tried = gateway.route(engines(3, slow))
+    assert (tried.placement.engine.rank, tried.hands_off, tried.reason) == (2, True, "measuring")
+    assert gateway.route(engines(3, slow)).placement.engine.rank == 0, "one trial at a time"
+
+
 def test_a_pair_is_like_others_of_its_nodes_once_its_own_measurement_is_old() -> None:
     gateway = Gateway()
 
@@ -119,6 +182,14 @@ def test_a_pair_is_like_others_of_its_nodes_once_its_own_measurement_is_old() ->
     assert seconds(reads(SLOW, FAST, 2)) == pytest.approx(1.0)
     gateway.clock.now_s += STALE_S
     assert seconds(reads(SLOW, FAST, 3)) == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("num_reads", [0, 2])
+def test_a_peer_that_was_restarted_under_its_name_has_the_rate_of_its_new_pairing(num_reads: int) -> None:
+    """No report in between may have come to this gateway, and the new process may have been read as often."""
+    gateway = Gateway()
+    assert not gateway.route(divided(SLOW, num_reads)).hands_off
+    assert gateway.route(divided(FAST, num_reads)).hands_off
 
 
 def test_a_slow_link_between_nodes_counts_for_pairs_without_a_new_measurement() -> None:

@@ -45,6 +45,12 @@ class HandoffMachine(RuleBasedStateMachine):
     def submit(self, prefill: str, decode: str, num_blocks: int, cached: int, grows: bool) -> None:
         self.world.gateway.submit(prefill, decode, num_blocks, cached, num_blocks // 3 if grows else num_blocks)
 
+    @rule(prefill=PREFILL, decode=DECODE, num_blocks=st.integers(2, 8), cached=st.integers(0, 8))
+    def submit_a_prompt_whose_last_block_is_replaced(
+        self, prefill: str, decode: str, num_blocks: int, cached: int
+    ) -> None:
+        self.world.gateway.submit(prefill, decode, num_blocks, cached, num_blocks // 3, replaces=True)
+
     @rule(prefill=PREFILL, decode=DECODE, which=WHICH)
     def resubmit(self, prefill: str, decode: str, which: int) -> None:
         self.world.gateway.resubmit(which, prefill, decode)
@@ -155,6 +161,11 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(name=ANY_ENGINE)
     def the_directory_speaks(self, name: str) -> None:
         self.world.tell(self.world.engines[name])
+
+    @rule(name=ANY_ENGINE, forgotten=ANY_ENGINE)
+    def the_directory_forgets_a_live_engine(self, name: str, forgotten: str) -> None:
+        """It lists the engine again when it speaks the next time."""
+        self.world.tell(self.world.engines[name], without=forgotten)
 
     @invariant()
     def books_balance(self) -> None:

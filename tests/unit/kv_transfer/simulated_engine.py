@@ -73,6 +73,7 @@ class Offering:
     content: list[list[bytes]]  # by block and head
     num_written: int
     offered_at: float
+    last_block: tuple[int, ...] = ()  # what replaces the ticket's last block when it is written; empty: nothing
     withdrawn: bool = False
     given_up: bool = False  # a reader of it failed, or was told to stop
     received: bool = False
@@ -175,12 +176,20 @@ class Engine:
 
     # ------------------------------------------------------------------ prefill
 
-    def offer(self, num_blocks: int, num_written: int, request_id: str, generation: int) -> Offering | None:
-        """Offer blocks of which `num_written` are there at once, the others when `write` is called."""
+    def offer(
+        self, num_blocks: int, num_written: int, request_id: str, generation: int, *, replaces: bool = False
+    ) -> Offering | None:
+        """Offer blocks of which `num_written` are there at once, the others when `write` is called.
+
+        `replaces`: the ticket of a growing offer ends with another block, which the last `write` replaces, as it does
+        with slots of states.
+        """
         if num_blocks > self.pool.num_free:
             return None
         blocks, number = self.pool.allocate(num_blocks), next(self.ids)
         key = LeaseKey(self.key, request_id, generation, number)
+        last_block = tuple(blocks[-1:]) if replaces and num_written < num_blocks else ()
+        listed = [*blocks[:-1], self.world.rng.randrange(NUM_BLOCKS)] if last_block else blocks
         ticket = Ticket(
             messages.TICKET_VERSION,
             key,
@@ -191,13 +200,13 @@ class Engine:
             LEASE_S,
             self.world.digest,
             num_written,
-            messages.runs_of(blocks),
+            messages.runs_of(listed),
         )
         content = [self.world.stamps() for _ in blocks]
-        offering = Offering(ticket.encode(), key, blocks, content, num_written, self.world.clock())
+        offering = Offering(ticket.encode(), key, blocks, content, num_written, self.world.clock(), last_block)
         self.offers[number] = offering
         self._fill(offering, range(num_written))
-        self.handoff.offer(key, blocks, num_written)
+        self.handoff.offer(key, listed, num_written)
         return offering
 
     def write(self, number: int, num_blocks: int) -> None:
@@ -206,7 +215,8 @@ class Engine:
         start = offering.num_written
         offering.num_written = min(start + num_blocks, len(offering.blocks))
         self._fill(offering, range(start, offering.num_written))
-        self.handoff.advance(number, offering.num_written)
+        is_complete = offering.num_written == len(offering.blocks)
+        self.handoff.advance(number, offering.num_written, offering.last_block if is_complete else ())
 
     def withdraw(self, number: int) -> None:
         """Nobody wants it, or its request gave up its blocks: nothing more is written."""

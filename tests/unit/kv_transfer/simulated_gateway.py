@@ -24,6 +24,7 @@ class Job:
     num_blocks: int
     cached_blocks: int
     num_written: int  # when it is offered
+    replaces: bool = False  # its last block is known only when it is written
     generation: int = 0
     prefill: EngineKey | None = None
     decode: tuple[EngineKey, int] | None = None  # with the receive
@@ -38,9 +39,19 @@ class Gateway:
         self._attempts: dict[tuple[EngineKey, int], str] = {}  # whose every receive is that was ever begun
         self._answered: set[str] = set()
 
-    def submit(self, prefill: str, decode: str, num_blocks: int, cached_blocks: int, num_written: int) -> None:
+    def submit(
+        self,
+        prefill: str,
+        decode: str,
+        num_blocks: int,
+        cached_blocks: int,
+        num_written: int,
+        *,
+        replaces: bool = False,
+    ) -> None:
         self._num_jobs += 1
-        job = Job(f"request-{self._num_jobs}", num_blocks, cached_blocks, min(num_written, num_blocks))
+        request_id = f"request-{self._num_jobs}"
+        job = Job(request_id, num_blocks, cached_blocks, min(num_written, num_blocks), replaces)
         self.jobs[job.request_id] = job
         self._try(job, prefill, decode)
 
@@ -80,7 +91,7 @@ class Gateway:
 
     def _try(self, job: Job, prefill: str, decode: str) -> None:
         engine = self.world.engines[prefill]
-        offering = engine.offer(job.num_blocks, job.num_written, job.request_id, job.generation)
+        offering = engine.offer(job.num_blocks, job.num_written, job.request_id, job.generation, replaces=job.replaces)
         if offering is None:
             return
         self.tickets.append(offering)

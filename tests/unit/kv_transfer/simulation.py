@@ -87,8 +87,10 @@ class World:
         for engine in self.engines.values():
             self.tell(engine)
 
-    def tell(self, engine: Engine) -> None:
-        engine.handoff.peers_changed([other.info for other in self.engines.values() if other is not engine])
+    def tell(self, engine: Engine, without: str = "") -> None:
+        """Tell an engine which others are alive, all but the one named `without`."""
+        others = (other for name, other in self.engines.items() if other is not engine and name != without)
+        engine.handoff.peers_changed([other.info for other in others])
 
     def stamps(self) -> list[bytes]:
         """One for each head."""

@@ -8,8 +8,10 @@ import random
 
 import pytest
 
+from baton.kv_transfer import codec
 from baton.kv_transfer.errors import MalformedMessage, TransportError
 from baton.kv_transfer.transports import ByteRange, Lane, PeerHandle, PeerState, ReadState
+from baton.kv_transfer.transports.cuda_ipc import ALIGNMENT, decode_metadata
 from baton.kv_transfer.transports.fastest import FastestTransport
 
 from ...helpers.fake_transport import FakeFabric, FakeTransport, TransportFaults
@@ -215,3 +217,37 @@ def test_a_removed_peer_is_removed_from_both() -> None:
 def test_metadata_that_make_no_sense_are_refused() -> None:
     with pytest.raises(MalformedMessage):
         Machines().reader.add_peer(b"\xff")
+
+
+@pytest.mark.parametrize("error", [MalformedMessage("no metadata of a CUDA IPC peer"), RuntimeError("CUDA error")])
+def test_a_peer_that_the_direct_way_cannot_take_leaves_nothing_behind_in_the_network(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handshake is repeated every few seconds, and each would leave another connection."""
+    machines = Machines()
+    added, removed = [], []
+
+    def add_peer(self: Named, metadata: bytes) -> PeerHandle:
+        if self.name == "cuda_ipc":
+            raise error
+        added.append(FakeTransport.add_peer(self, metadata))
+        return added[-1]
+
+    monkeypatch.setattr(Named, "add_peer", add_peer)
+    monkeypatch.setattr(Named, "remove_peer", lambda self, peer: removed.append(peer))
+    with pytest.raises(type(error)):
+        machines.reader.add_peer(machines.holder.metadata())
+    assert len(added) == 1
+    assert removed == added
+
+
+def test_a_peer_of_cuda_ipc_has_memory_for_at_least_one_copy() -> None:
+    """With less, the transfer thread would divide by zero when it times copies."""
+
+    def metadata(num_bytes: int) -> bytes:
+        memory = bytes(64), 0, num_bytes
+        return codec.encode(("holder", "boot", "gpu", memory, memory, bytes(16)))
+
+    assert decode_metadata(metadata(ALIGNMENT)).blocks.num_bytes == ALIGNMENT
+    with pytest.raises(MalformedMessage):
+        decode_metadata(metadata(ALIGNMENT - 1))

@@ -188,6 +188,24 @@ def forget_to_tell_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeaseTable, "advance", lambda self, offer, num_ready, now, last=(): [])
 
 
+def read_the_block_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    grow = Receive.grow
+    monkeypatch.setattr(Receive, "grow", lambda self, num_ready, last_blocks=(): grow(self, num_ready))
+
+
+def tell_the_replaced_block_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost `Grown` must not lose it, since the next grant tells the growth, too."""
+    advance = LeaseTable.advance
+
+    def forgetting(self, offer, num_ready, now, last=()):
+        actions = advance(self, offer, num_ready, now, last)
+        if (lease := self.get(offer)) is not None:
+            lease.last_blocks = ()
+        return actions
+
+    monkeypatch.setattr(LeaseTable, "advance", forgetting)
+
+
 def ask_nobody_for_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockReads, "given_up", ())
 
@@ -211,6 +229,8 @@ BUGS = [
     read_what_is_not_written_yet,
     promise_more_than_is_written,
     forget_to_tell_the_growth,
+    read_the_block_that_was_replaced,
+    tell_the_replaced_block_only_once,
     ask_nobody_for_help,
 ]
 

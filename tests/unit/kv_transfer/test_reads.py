@@ -12,7 +12,7 @@ from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.group.rank_reader import RankReader
 from baton.kv_transfer.group.tp_read_group import TpReadGroup
 from baton.kv_transfer.handoff import reads
-from baton.kv_transfer.handoff.reads import BlockReads, ReadEvent, ReadOutcome, ReadPace
+from baton.kv_transfer.handoff.reads import MEASURED_S, BlockReads, ReadEvent, ReadOutcome, ReadPace
 from baton.kv_transfer.transports import Lane
 
 from ...helpers.fake_transport import FakeFabric, TransportFaults
@@ -186,6 +186,44 @@ def test_what_reading_takes_is_measured_for_the_peer_however_many_receives_share
     assert len(reader.look(READ_S)) == 2
     assert reader.reads.pace(reader.peer).num_reads == 1
     assert line_of(reader).at(4) == pytest.approx(READ_S, rel=0.5)
+
+
+def test_blocks_that_came_before_a_read_began_do_not_make_it_look_fast(reader: Reader) -> None:
+    """Four reads that overlap with a measured one end just after the fifth has begun, which then reads alone."""
+
+    def start(receive: int) -> None:
+        reader.reads.start(receive, reader.peer, 1)
+        reader.reads.extend(receive, [receive], [receive])
+
+    short_s = MEASURED_S / 2
+    reader.faults.read_s = (short_s, short_s)
+    start(0)
+    reader.look()
+    reader.clock.advance(0.9 * short_s)
+    for receive in range(1, 5):
+        start(receive)
+    reader.look()
+    reader.look(0.11 * short_s)
+    assert reader.reads.pace(reader.peer).num_reads == 1
+    reader.clock.advance(0.85 * short_s)
+    start(5)
+    reader.look()
+    for _ in range(20):
+        reader.look(0.1 * short_s)
+    assert not len(reader.reads)
+    assert reader.reads.pace(reader.peer).num_reads == 2
+    assert line_of(reader).at(5) == pytest.approx(5 * short_s, rel=0.3)
+
+
+def test_reads_that_take_turns_all_the_time_are_measured_together(reader: Reader) -> None:
+    """One begins whenever another is half done: two blocks come in the time of a read."""
+    for receive in range(12):
+        block = receive % NUM_BLOCKS
+        reader.reads.start(receive, reader.peer, 1)
+        reader.reads.extend(receive, [block], [block])
+        reader.look()
+        reader.look(0.5 * READ_S)
+    assert line_of(reader).at(2) == pytest.approx(READ_S, rel=0.1)
 
 
 def test_one_delay_that_holds_up_many_reads_counts_once(reader: Reader) -> None:
