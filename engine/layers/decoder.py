@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from baton.engine.hf_config.model_config import LayerInputShape, ModelConfig
+from baton.kernels import elementwise
 from baton.kernels.activation import soft_cap
 from baton.kernels.linear import RowNorm
 
@@ -318,5 +318,5 @@ class LayerInput(FeedForward):
         self, hidden: Tensor, rows: TokenRows, *, norm: RowNorm | None = None, add_to: Tensor | None = None
     ) -> Tensor:
         assert rows.layer_inputs is not None, "the decoder makes the inputs of all layers before the first"
-        gate = functional.gelu(self.per_layer_input_gate(hidden, norm=norm), approximate="tanh")
+        gate = elementwise.gelu_tanh(self.per_layer_input_gate(hidden, norm=norm))
         return self.per_layer_projection(gate * rows.layer_inputs[:, self._columns], add_to=add_to)

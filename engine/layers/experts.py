@@ -10,7 +10,8 @@ from torch import Tensor
 
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.kernels.activation import Activation, Pointwise
-from baton.kernels.moe import GatedActivation, RoutingRule, route, router_logits
+from baton.kernels.linear import PackedWeight
+from baton.kernels.moe import GatedActivation, RoutingRule, pack_router, route, router_logits
 from baton.kernels.rms_norm import rms_norm
 
 from .base import Held, Layer, Parameter, Share, Slot, StackSlot, join
@@ -41,13 +42,23 @@ class ExpertRouter(Layer):
             config.top_groups,
             config.group_score,
         )
+        self._packed: Tensor | PackedWeight | None = None
+
+    def finish(self) -> None:
+        super().finish()
+        self._packed = pack_router(self.weight.data)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return a logit for each expert: hidden [T, hidden_size] -> [T, num_experts] float32."""
+        assert self._packed is not None, "finish() comes before the first call"
+        return router_logits(hidden, self._packed, _data(self.bias))
 
     def __call__(self, hidden: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return expert ids [T, top_k] int32 and their weights [T, top_k] float32 for hidden [T, hidden_size].
 
         Tokens with slot -1 in `slots` [T] int64 are padding: their expert ids are -1.
         """
-        logits = router_logits(hidden, self.weight.data, _data(self.bias))
+        logits = self.logits(hidden)
         bias = _data(self.e_score_correction_bias)
         return route(logits, self.rule, bias=None if bias is None else bias.view(-1), slots=slots)
 
@@ -78,7 +89,7 @@ class NormedRouter(ExpertRouter):
     def __call__(self, hidden: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         normed = rms_norm(hidden, self.scale.data, self._eps)
         assert isinstance(normed, Tensor)
-        logits = router_logits(normed, self.weight.data)
+        logits = self.logits(normed)
         return route(logits, self.rule, expert_scale=self.per_expert_scale.data, slots=slots)
 
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from baton.engine.hf_config.mamba import MambaNorm
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
+from baton.kernels import elementwise
 from baton.kernels.activation import Activation, activation_and_mul
 from baton.kernels.causal_conv import causal_conv
 from baton.kernels.linear import RowNorm
@@ -125,7 +125,7 @@ class Mamba2(TokenMixer):
 
     def _normed_over_ranks(self, out: Tensor, z: Tensor, weight: Tensor) -> Tensor:
         """Do the same if several ranks have parts of one group: they all-reduce its mean of squares."""
-        gate, values = functional.silu(z.float()), out.float()
+        gate, values = elementwise.silu(z.float()), out.float()
         if self._order is MambaNorm.GATE_FIRST:
             values = values * gate
         squares = values.new_zeros(len(values), self._groups.whole)

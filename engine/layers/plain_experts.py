@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.activation import Pointwise
-from baton.kernels.moe import ExpertWeights, GatedActivation, fused_experts
+from baton.kernels.moe import ExpertWeights, GatedActivation, fused_experts, pack
 
 from .base import Held, Parameter, Share, Slot, StackSlot, join
 from .method import ExpertsMethod, ExpertsShape, PackedExperts
@@ -67,7 +67,7 @@ class FusedMethod(ExpertsMethod):
         biases = {} if gate_up_bias is None else {"gate_up_bias": gate_up_bias}
         if down_bias is not None:
             biases["down_bias"] = down_bias
-        return FusedExperts(ExpertWeights(**tensors, **biases, activation=activation))
+        return FusedExperts(pack(ExpertWeights(**tensors, **biases, activation=activation)))
 
 
 class PlainExperts(FusedMethod):

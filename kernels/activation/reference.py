@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.kernels import elementwise
+
 
 class Activation(enum.Enum):
     """The activation of a gate. Kernels are specialized by its value."""
@@ -35,9 +37,9 @@ def activation_and_mul(gate_up: Tensor, activation: Activation, out: Tensor | No
 def activate(gate: Tensor, activation: Activation) -> Tensor:
     match activation:
         case Activation.SILU:
-            return functional.silu(gate)
+            return elementwise.silu(gate)
         case Activation.GELU_TANH:
-            return functional.gelu(gate, approximate="tanh")
+            return elementwise.gelu_tanh(gate)
 
 
 def activate_each(x: Tensor, activation: Pointwise) -> Tensor:
@@ -54,7 +56,7 @@ def pointwise(values: Tensor, activation: Pointwise) -> Tensor:
 def gate_heads(x: Tensor, gate: Tensor, add_to: Tensor | None = None) -> Tensor:
     """See `baton.kernels.activation.gate_heads`. Computes in float32 (float64 if `x` is), rounds once."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    gated = x.to(wide) * gate.to(wide).sigmoid()
+    gated = x.to(wide) * elementwise.sigmoid(gate.to(wide))
     return x.copy_(gated) if add_to is None else add_to.copy_(add_to.to(wide) + gated.flatten(1))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.kernels.attention_batch import AttentionBatch
 
-from . import reference
+from . import cpu, reference
 from .up_projection import MAX_EXPANDED_TOKENS, UpProjection
 
 __all__ = ["MAX_EXPANDED_TOKENS", "AttentionBatch", "UpProjection", "latent_and_cache", "mla_attention", "prepare"]
@@ -72,7 +72,7 @@ def mla_attention(
     ranks and rope parts must be powers of two.
     """
     if not q.is_cuda:
-        return reference.mla_attention(q, kv, layer, batch, up, scale=scale)
+        return cpu.mla_attention(q, kv, layer, batch, up, scale=scale)
     from . import gpu
 
     return gpu.mla_attention(q, kv, layer, batch, up, scale=scale)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -46,21 +48,24 @@ def mla_attention(
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     keys_up, values_up = up.by_head.to(compute_dtype).split([up.nope_dim, up.value_dim], dim=1)
     out = torch.zeros(*q.shape[:2], up.value_dim, dtype=q.dtype, device=q.device)
-    starts, seq_lens = batch.query_start.tolist(), batch.seq_lens.tolist()
-    rows = range(batch.num_seqs) if batch.table_rows is None else batch.table_rows.tolist()
-    for index, (row, seq_len) in enumerate(zip(rows, seq_lens, strict=True)):
-        if seq_len == 0:
-            continue
-        tokens = slice(starts[index], starts[index + 1])
-        blocks = batch.block_tables[row, : -(-seq_len // kv.shape[4])].long()
-        cached = kv[blocks, 0, layer, 0].flatten(0, 1)[:seq_len].to(compute_dtype)
+    for tokens, cached in sequences(kv, layer, batch, compute_dtype):
         latent, k_rope = cached.split([up.rank, q.shape[2] - up.nope_dim], dim=-1)
         q_nope, q_rope = q[tokens].transpose(0, 1).to(compute_dtype).split([up.nope_dim, k_rope.shape[1]], dim=-1)
         scores = (q_nope @ (latent @ keys_up.transpose(1, 2)).transpose(1, 2) + q_rope @ k_rope.T) * scale
-        visible = batch.positions[tokens, None] >= torch.arange(seq_len, device=q.device)
+        visible = batch.positions[tokens, None] >= torch.arange(len(cached), device=q.device)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         out[tokens] = (weights @ (latent @ values_up.transpose(1, 2))).transpose(0, 1).to(out.dtype)
     return out
+
+
+def sequences(kv: Tensor, layer: int, batch: AttentionBatch, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the tokens of each sequence in the step, and what the cache has of it: [seq_len, rank + rope]."""
+    starts, seq_lens = batch.query_start.tolist(), batch.seq_lens.tolist()
+    rows = range(batch.num_seqs) if batch.table_rows is None else batch.table_rows.tolist()
+    for index, (row, seq_len) in enumerate(zip(rows, seq_lens, strict=True)):
+        if seq_len:
+            blocks = batch.block_tables[row, : -(-seq_len // kv.shape[4])].long()
+            yield slice(starts[index], starts[index + 1]), kv[blocks, 0, layer, 0].flatten(0, 1)[:seq_len].to(dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

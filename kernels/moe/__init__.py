@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from baton.kernels import linear
+from baton.kernels.linear import PackedWeight
+
 from . import cpu, reference
 from .experts import SILU, ExpertWeights, GatedActivation, RoutingRule
 
-__all__ = ["SILU", "ExpertWeights", "GatedActivation", "RoutingRule", "fused_experts", "route", "router_logits"]
+__all__ = [
+    "SILU",
+    "ExpertWeights",
+    "GatedActivation",
+    "RoutingRule",
+    "fused_experts",
+    "pack",
+    "pack_router",
+    "route",
+    "router_logits",
+]
 
 
-def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def pack_router(weight: Tensor) -> Tensor | PackedWeight:
+    """Return a router's weight [E, H] for `router_logits`: on a CPU in float32 and in panels, otherwise as it is."""
+    packed = linear.pack(weight.float()) if weight.is_cpu and weight.dtype != torch.float64 else None
+    return packed if packed is not None and packed.in_panels else weight
+
+
+def pack(experts: ExpertWeights) -> ExpertWeights:
+    """Return experts for `fused_experts`. On a CPU, their matrices are rearranged in place, if that is faster."""
+    if not experts.down.is_cpu or experts.in_8_bits:
+        return experts
+    gate_up, down = (cpu.pack_in_place(matrices) for matrices in (experts.gate_up, experts.down))
+    return replace(experts, gate_up_in_panels=gate_up, down_in_panels=down)
+
+
+def router_logits(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Compute `x @ weight.T + bias`: x [T, H], weight [E, H], bias [E] -> [T, E].
 
     Sums and result are float32 (float64 if x is). A float32 weight is not rounded to x's dtype.
     """
+    if isinstance(weight, PackedWeight):
+        return linear.linear(x.float(), weight, None if bias is None else bias.float())
     if x.is_cuda and x.dtype == weight.dtype != torch.float32:
         from . import gpu
 

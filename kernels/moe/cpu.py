@@ -1,4 +1,7 @@
-"""Experts on a CPU: one matrix product of torch for all tokens of an expert."""
+"""Experts on a CPU: one matrix product for all tokens of an expert, in C++ where its matrices are in panels.
+
+Such a product gives a token the same bits however many others the expert has. Torch's depend on their number.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels.activation import Pointwise, activate_each, activation_and_mul
+from baton.kernels.linear import cpu as linear
 
 from .experts import ExpertWeights, GatedActivation
 from .reference import activated, of_expert
+
+
+def pack_in_place(matrices: Tensor) -> bool:
+    """Turn each of the matrices [E, N, K] into panels (`kernels.linear`) within its memory. Return whether it was done.
+
+    Panels have whole groups of rows, so N must be a multiple of them. Each matrix remains one item of the first
+    dimension, which may be copied to other places.
+    """
+    if matrices.shape[1] % linear.PANEL_ROWS or not matrices.is_contiguous():
+        return False
+    for matrix in matrices:
+        panels = linear.pack(matrix)
+        if panels is None:
+            return False
+        matrix.view(-1).copy_(panels.view(-1))
+    return True
 
 
 def fused_experts(
@@ -25,14 +45,21 @@ def fused_experts(
             chosen = pairs[start : start + count]
             gate_up, down = experts.matrices(expert, x.dtype)
             gate_up_bias, down_bias = of_expert(experts.gate_up_bias, expert), of_expert(experts.down_bias, expert)
-            hidden = functional.linear(x[chosen // top_k], gate_up, gate_up_bias)
-            outputs[chosen] = functional.linear(_activated(hidden, experts.activation), down, down_bias)
+            hidden = _product(x[chosen // top_k], gate_up, gate_up_bias, experts.gate_up_in_panels)
+            hidden = _activated(hidden, experts.activation)
+            outputs[chosen] = _product(hidden, down, down_bias, experts.down_in_panels)
             start += count
     # Experts are added in the order of the token's list, so that its sum does not depend on the batch.
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     for place, output in enumerate(outputs.view(num_tokens, top_k, x.shape[1]).unbind(1)):
         total += output * weights[:, place, None]
     return total.to(x.dtype) if add_to is None else add_to.copy_(total + add_to)
+
+
+def _product(x: Tensor, matrix: Tensor, bias: Tensor | None, in_panels: bool) -> Tensor:
+    if in_panels:
+        return linear.linear(x, matrix, (matrix.shape[0], matrix.shape[1]), bias)
+    return functional.linear(x, matrix, bias)
 
 
 def _activated(hidden: Tensor, activation: GatedActivation | Pointwise) -> Tensor:

@@ -92,6 +92,8 @@ class ExpertWeights:
     activation: GatedActivation | Pointwise = SILU
     gate_up_scale: Tensor | None = None  # float32 [E, 2 ceil(F / 128), ceil(H / 128)]; without gates, half as many rows
     down_scale: Tensor | None = None  # float32 [E, ceil(H / 128), ceil(F / 128)]
+    gate_up_in_panels: bool = False  # on a CPU: each matrix is in panels, in the same memory (`cpu.pack_in_place`)
+    down_in_panels: bool = False
 
     def __post_init__(self) -> None:
         num_experts, rows, hidden_size = self.gate_up.shape

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton.kernels import elementwise
 from baton.kernels.activation.reference import Activation, Pointwise, activate, pointwise
 
 from .experts import ExpertWeights, GatedActivation, RoutingRule
@@ -27,7 +28,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """See `baton.kernels.moe.route`. Computes in float32 (float64 if `logits` are)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if rule.scoring == "softmax" else elementwise.sigmoid(logits)
     choice = scores if bias is None else scores + bias
     if rule.num_groups > 1:
         grouped = choice.unflatten(-1, (rule.num_groups, -1))
@@ -57,7 +58,7 @@ def gated(gate: Tensor, up: Tensor, activation: GatedActivation) -> Tensor:
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     if activation.gate is Activation.SILU:
-        return gate * torch.sigmoid(activation.slope * gate) * (up + activation.shift)
+        return gate * elementwise.sigmoid(activation.slope * gate) * (up + activation.shift)
     return activate(gate, activation.gate) * (up + activation.shift)
 
 

@@ -7,6 +7,8 @@ import enum
 import torch
 from torch import Tensor
 
+from baton.kernels import elementwise
+
 
 class Gating(enum.Enum):
     """SILU: x * sigmoid(x) (Gated DeltaNet, Mamba-2); SIGMOID: sigmoid(x) (Kimi Delta Attention)."""
@@ -43,7 +45,7 @@ def gated_rms_norm(
     """See `baton.kernels.rms_norm.gated_rms_norm`."""
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     logits = gate.to(compute_dtype)
-    factor = logits.sigmoid() if gating is Gating.SIGMOID else torch.nn.functional.silu(logits)
+    factor = elementwise.sigmoid(logits) if gating is Gating.SIGMOID else elementwise.silu(logits)
     values = x.to(compute_dtype)
     result = _normed(values * factor, weight, eps) if gate_first else _normed(values, weight, eps) * factor
     result = result.to(x.dtype)

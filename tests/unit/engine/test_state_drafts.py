@@ -192,7 +192,7 @@ def short_prompts() -> list[EngineRequest]:
 
 @pytest.mark.exhaustive
 @ROWS_APART
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "kimi_linear"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("errors", "depth"), [(0.0, 1), (0.3, 2), (1.0, 2)])
 def test_answers_are_those_without_drafts_to_the_bit(
     engines_of: Callable[..., Engines], family: str, errors: float, depth: int

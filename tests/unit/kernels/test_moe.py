@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from baton.kernels.activation import Activation
+from baton.kernels.linear import cpu
 from baton.kernels.moe import (
     ExpertWeights,
     GatedActivation,
     RoutingRule,
     fused_experts,
+    pack,
+    pack_router,
     reference,
     route,
     router_logits,
@@ -173,6 +176,43 @@ def test_fp8_experts_equal_their_dequantized_weights(hidden_size: int, width: in
         ExpertWeights(narrow.gate_up, narrow.down, activation=narrow.activation)
     with pytest.raises(ValueError, match="scales are"):
         replace(narrow, down_scale=narrow.down_scale[:, :, :-1])
+
+
+@pytest.mark.parametrize("kind", [{}, {"like_gpt_oss": True}, {"gated": False}], ids=["plain", "biases", "no gates"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_experts_are_as_accurate_and_a_token_has_the_same_bits_alone(
+    dtype: torch.dtype, kind: dict[str, bool]
+) -> None:
+    case = mixture(40, 3, 2, 64, 96, **kind)
+    case = replace(case.to(dtype), weights=case.weights)
+    exact, expected = (reference.fused_experts(*each.inputs) for each in (case.to(torch.float64), case))
+    packed = pack(case.experts)
+    if cpu.pack(torch.zeros(32, 2, dtype=dtype)) is not None:
+        assert packed.gate_up_in_panels
+        assert packed.down_in_panels
+    result = fused_experts(case.x, packed, case.expert_ids, case.weights, add_to=case.add_to.clone())
+    assert_as_accurate(result, exact, expected, slack=2.0 if dtype == torch.float32 else 4.0)
+    if packed.gate_up_in_panels:
+        for token in (slice(0, 1), slice(7, 9)):
+            alone = case.x[token], packed, case.expert_ids[token], case.weights[token]
+            assert torch.equal(fused_experts(*alone, add_to=case.add_to[token].clone()), result[token])
+
+
+def test_experts_that_fill_no_panels_stay_as_they_are() -> None:
+    experts = mixture(1, 3, 1, 32, 24).experts
+    before = experts.gate_up.clone()
+    assert not pack(experts).gate_up_in_panels
+    assert torch.equal(experts.gate_up, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_packed_router_has_the_same_logits(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(7, 64).to(dtype)
+    bias = torch.randn(7).to(dtype)
+    expected = x.double() @ weight.double().T + bias.double()
+    logits = router_logits(x, pack_router(weight), bias)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_the_output_of_experts_is_added_in_place() -> None:

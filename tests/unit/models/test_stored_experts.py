@@ -72,6 +72,12 @@ def stored_tensors(experts: Experts) -> dict[str, Tensor]:
 
 
 def fill(experts: Experts, tensors: dict[str, Tensor]) -> None:
+    """Fill the slots, and bring the matrices into the kernels' layout."""
+    place(experts, tensors)
+    experts.finish()
+
+
+def place(experts: Experts, tensors: dict[str, Tensor]) -> None:
     """Fill the slots as the loader does, reading only the rank's part of each tensor."""
     experts.allocate("cpu", torch.float32)
     for slot in experts.slots("experts"):
@@ -79,7 +85,6 @@ def fill(experts: Experts, tensors: dict[str, Tensor]) -> None:
             tensor = tensors[slot.name]
             index = slot.index(tuple(tensor.shape))
             slot.place(tensor[index] if index else tensor)
-    experts.finish()
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -93,10 +98,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_a_rank_holds_the_experts_that_it_keeps(form: str, held: tuple[int, ...]) -> None:
     whole, some = experts_of(form), experts_of(form)
     tensors = stored_tensors(whole)
-    fill(whole, tensors)
+    place(whole, tensors)
     some.keep_experts(held)
     assert {slot.name: slot.shape for slot in some.slots("experts")} == {n: tuple(t.shape) for n, t in tensors.items()}
-    fill(some, tensors)
+    place(some, tensors)
     for (name, parameter), (_, kept) in zip(whole.parameters(), some.parameters(), strict=True):
         assert torch.equal(kept.data, parameter.data[list(held)]), name
 
@@ -106,9 +111,9 @@ def test_a_rank_holds_the_experts_that_it_keeps(form: str, held: tuple[int, ...]
 def test_slices_of_the_width_of_all_experts_hold_the_slices_of_their_weights(form: str, start: int, size: int) -> None:
     whole, part = experts_of(form), experts_of(form)
     tensors = stored_tensors(whole)
-    fill(whole, tensors)
+    place(whole, tensors)
     part.keep_width(Share(start, size, WIDTH))
-    fill(part, tensors)
+    place(part, tensors)
     rows = slice(2 * start, 2 * (start + size))
     assert torch.equal(part.weights["gate_up"].data, whole.weights["gate_up"].data[:, rows])
     assert torch.equal(part.weights["down"].data, whole.weights["down"].data[:, :, start : start + size])
@@ -164,7 +169,7 @@ def test_a_slice_that_cuts_blocks_takes_no_fp8() -> None:
 def test_gates_and_ups_of_a_stack_come_next_to_each_other() -> None:
     experts = experts_of("stacked")
     tensors = stored_tensors(experts)
-    fill(experts, tensors)
+    place(experts, tensors)
     gates, ups = tensors["experts.gate_up_proj"].chunk(2, dim=1)
     assert torch.equal(experts.weights["gate_up"].data[:, 0::2], gates)
     assert torch.equal(experts.weights["gate_up"].data[:, 1::2], ups)
