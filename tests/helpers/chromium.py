@@ -6,9 +6,10 @@ import asyncio
 import base64
 import re
 import shutil
-import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ OPTIONS = (
 
 
 class Tab:
-    """A page in the browser. `faults` are the errors that it reported: exceptions, refused loads, failed requests."""
+    """A page in the browser, or the browser itself.
+
+    `faults` are the errors that it reported: exceptions, refused loads, failed requests.
+    """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.faults: list[str] = []
@@ -58,7 +62,7 @@ class Tab:
         try:
             async with asyncio.timeout(WAIT_S):
                 while not await self.evaluate(f"Boolean({expression})"):
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.05)
         except TimeoutError:
             raise AssertionError(f"never: {expression}\n{await self.text('body')}\n{self.faults}") from None
 
@@ -115,41 +119,71 @@ class Tab:
                 self.faults.append(f"{entry['text']} {entry.get('url', '')}")
 
 
+class Browser:
+    """A Chromium process. Each of its tabs has storage and a cache of its own."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    @asynccontextmanager
+    async def tab(self) -> AsyncIterator[Tab]:
+        """Open a tab, and close it with all that it has stored."""
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{self._address}/json/version") as response:
+                own_url = (await response.json())["webSocketDebuggerUrl"]
+            async with _connected(session, own_url) as itself:
+                context = (await itself.call("Target.createBrowserContext"))["browserContextId"]
+                page = await itself.call("Target.createTarget", url="about:blank", browserContextId=context)
+                async with _connected(session, f"ws://{self._address}/devtools/page/{page['targetId']}") as tab:
+                    yield tab
+                await itself.call("Target.disposeBrowserContext", browserContextId=context)
+
+
 @asynccontextmanager
-async def chromium(folder: Path) -> AsyncIterator[Tab]:
+async def _connected(session: aiohttp.ClientSession, url: str) -> AsyncIterator[Tab]:
+    async with session.ws_connect(url, max_msg_size=0) as socket:
+        tab = Tab(socket)
+        try:
+            yield tab
+        finally:
+            await tab.close()
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Browser]:
     """Start a browser with its files in `folder`, and end it."""
     assert PROGRAM is not None
-    process = await asyncio.create_subprocess_exec(
-        *(PROGRAM, *OPTIONS, f"--user-data-dir={folder}", "about:blank"),
-        stderr=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-    )
+    folder.mkdir()
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [PROGRAM, *OPTIONS, f"--user-data-dir={folder / 'data'}", "about:blank"],
+            stderr=output,
+            stdout=subprocess.DEVNULL,
+        )
     try:
-        address = await asyncio.wait_for(_address(process), START_S)
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://{address}/json/list") as response:
-                target = next(each for each in await response.json() if each["type"] == "page")
-            async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                tab = Tab(socket)
-                try:
-                    yield tab
-                finally:
-                    await tab.close()
+        yield Browser(_address(process, log))
     finally:
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+        process.terminate()
         try:
-            await asyncio.wait_for(process.communicate(), 10)  # reads what it still writes, so that it can end
-        except TimeoutError:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
             process.kill()
-            await process.wait()
+            process.wait()
 
 
-async def _address(process: asyncio.subprocess.Process) -> str:
-    assert process.stderr is not None
-    said = b""
-    async for line in process.stderr:
-        said += line
-        if found := re.search(rb"DevTools listening on ws://([^/]+)/", line):
-            return found[1].decode()
-    raise AssertionError(f"Chromium ended: {said.decode(errors='replace')}")
+@asynccontextmanager
+async def chromium(folder: Path) -> AsyncIterator[Tab]:
+    """Start a browser for one tab."""
+    with browser(folder) as started:
+        async with started.tab() as tab:
+            yield tab
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline_s = time.monotonic() + START_S
+    while not (found := re.search(rb"DevTools listening on ws://([^/]+)/", log.read_bytes())):
+        assert process.poll() is None, f"Chromium ended: {log.read_text(errors='replace')}"
+        assert time.monotonic() < deadline_s, "Chromium does not start"
+        time.sleep(0.02)
+    return found[1].decode()

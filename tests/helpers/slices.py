@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+MOST_APART = 3  # slices: of so many in a row, one at least has a case of a function
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -24,18 +26,22 @@ class Slice:
         return cls(int(number), int(count))
 
     def of(self, node_ids: Iterable[str]) -> set[str]:
-        """Choose among the cases of each test function: every `count`th, in the order of their hashes.
+        """Choose this slice's share of the cases of each test function, in the order of their hashes.
 
-        A function with fewer cases than there are slices is in some slices only, with one case each. The function's
-        name decides where its first slice begins, so that no slice gets the larger part of all functions.
+        All slices have as many cases of a function, or one more or less. Of a function with few cases, one in
+        `MOST_APART` slices in a row has a case at least, so that each case is in one slice, or in several. The
+        function's name decides which slice has its first cases, so that no slice gets the larger part of all functions.
         """
         functions = defaultdict(list)
         for node_id in node_ids:
             functions[node_id.partition("[")[0]].append(node_id)
         chosen = set[str]()
         for function, cases in functions.items():
-            first = (self.number + _hash(function)) % self.count % len(cases)
-            chosen |= set(sorted(cases, key=_hash)[first :: self.count])
+            cases.sort(key=_hash)
+            runs = max(len(cases), -(-self.count // MOST_APART))  # of all slices together
+            place = (self.number + _hash(function)) % self.count
+            share = range(place * runs // self.count, (place + 1) * runs // self.count)
+            chosen |= {cases[run % len(cases)] for run in share}
         return chosen
 
 

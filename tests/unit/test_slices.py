@@ -1,4 +1,4 @@
-"""Slices of the tests marked `exhaustive`: together they are all tests, and each has a case of every function."""
+"""Slices of the tests marked `exhaustive`: together they are all tests, and of three in a row one has each function."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from .. import ROOT
 from ..helpers.slices import Slice
 
-CASES = {"few": 3, "as many as slices": 4, "one more": 5, "many": 42}
-SLICES = [Slice(number, 4) for number in range(1, 5)]
+COUNT = 12
+CASES = {"two": 2, "few": 5, "as many as slices": 12, "one more": 13, "many": 126}
+SLICES = [Slice(number, COUNT) for number in range(1, COUNT + 1)]
 
 
 def node_ids(function: str) -> list[str]:
@@ -33,20 +34,22 @@ def test_all_slices_together_are_all_tests() -> None:
 
 
 @pytest.mark.parametrize("function", CASES)
-def test_each_slice_has_its_part_of_a_function_and_at_least_one_case(function: str) -> None:
+def test_slices_have_equal_parts_of_a_function(function: str) -> None:
     counts = [Counter(map(function_of, each.of(ALL)))[function] for each in SLICES]
-    fewest = max(1, CASES[function] // 4)
-    assert set(counts) <= {fewest, fewest + 1}
+    assert set(counts) <= {CASES[function] // COUNT, CASES[function] // COUNT + 1}
     assert sum(counts) == max(4, CASES[function])
 
 
-def test_a_function_without_parameters_is_in_each_slice() -> None:
-    assert all(ALONE in each.of(ALL) for each in SLICES)
+@pytest.mark.parametrize("function", [*CASES, function_of(ALONE)])
+def test_of_three_slices_in_a_row_one_has_a_case(function: str) -> None:
+    has = [function in map(function_of, each.of(ALL)) for each in SLICES]
+    assert all(any(has[at % COUNT] for at in range(first, first + 3)) for first in range(COUNT))
 
 
 def test_neither_the_order_nor_other_functions_change_a_slice() -> None:
-    alone = Slice(2, 4).of(node_ids("many"))
-    assert alone == Slice(2, 4).of(reversed(ALL)) & set(node_ids("many"))
+    alone = Slice(2, COUNT).of(node_ids("many"))
+    assert len(alone) > 1
+    assert alone == Slice(2, COUNT).of(reversed(ALL)) & set(node_ids("many"))
 
 
 def test_one_slice_is_all_tests() -> None:

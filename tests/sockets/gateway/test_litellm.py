@@ -45,6 +45,7 @@ def at(url: str, route: str, model: str = "tiny") -> dict[str, Any]:
     return {"model": f"{route}/{model}", "api_base": url if route == "anthropic" else f"{url}/v1"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("route", ROUTES)
 async def test_a_streamed_answer_equals_the_whole_one(litellm: Any, url: str, route: str) -> None:
     whole = await litellm.acompletion(**at(url, route), **ASKED)

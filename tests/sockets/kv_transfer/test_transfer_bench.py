@@ -17,32 +17,19 @@ LAYOUT = KVLayout(model="tiny", num_layers=2, num_kv_heads=2, head_dim=64, dtype
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_the_bench_measures_the_connector_and_raw_nixl(capfd: pytest.CaptureFixture[str]) -> None:
-    result = measure(LAYOUT, TransferCase(num_tokens=(32, 100), in_flight=(2,), repeats=2, run_blocks=2))
-    short, long = result["rows"]
+def test_the_bench_measures_the_connector_and_raw_nixl_and_times_each_stage(capfd: pytest.CaptureFixture[str]) -> None:
+    case = TransferCase(num_tokens=(32, 100), in_flight=(1, 2), repeats=3, run_blocks=2, stages=True)
+    result = measure(LAYOUT, case)
+    alone, short, _, long = result["rows"]
     assert (short["num_bytes"], long["num_bytes"]) == (4 * LAYOUT.block_bytes, 14 * LAYOUT.block_bytes)
     assert short["descriptors"] == 2  # two prompts, each one run of two blocks
     assert all(row["gb_per_s"] > 0 and row["raw_gb_per_s"] > 0 and row["ratio"] > 0 for row in result["rows"])
-    assert len(table(result).splitlines()) == 3
+    check_stages(alone["stages_us"])
+    assert len(table(result).splitlines()) == 1 + 4 + 2 + len(HandoffStage) + 1
     assert "is lost" not in capfd.readouterr().err, "one side outlived the other, and took it for lost"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(90)
-def test_the_bench_measures_groups_whose_ranks_each_move_their_heads() -> None:
-    (row,) = measure(
-        LAYOUT, TransferCase(num_tokens=(64,), in_flight=(1,), repeats=2, run_blocks=4, prefill_tp=1, decode_tp=2)
-    )["rows"]
-    assert row["num_bytes"] == 4 * LAYOUT.block_bytes
-    assert row["descriptors"] == 2 * 4  # each rank of the reader reads half of each block
-    assert row["gb_per_s"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(90)
-def test_the_bench_times_each_stage_of_a_hand_off() -> None:
-    result = measure(LAYOUT, TransferCase(num_tokens=(64,), in_flight=(1,), repeats=3, stages=True))
-    at = result["rows"][0]["stages_us"]
+def check_stages(at: dict[HandoffStage, float]) -> None:
     for chain in (
         (
             HandoffStage.ASKED,
@@ -60,7 +47,20 @@ def test_the_bench_times_each_stage_of_a_hand_off() -> None:
         assert moments == sorted(moments), chain
     assert at[HandoffStage.ASKED] == 0
     assert set(at) == set(HandoffStage)
-    assert len(table(result).splitlines()) == 2 + 2 + len(HandoffStage) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_the_bench_measures_groups_whose_ranks_each_move_their_heads() -> None:
+    result = measure(
+        LAYOUT, TransferCase(num_tokens=(64,), in_flight=(1,), repeats=2, run_blocks=4, prefill_tp=1, decode_tp=2)
+    )
+    (row,) = result["rows"]
+    assert row["num_bytes"] == 4 * LAYOUT.block_bytes
+    assert row["descriptors"] == 2 * 4  # each rank of the reader reads half of each block
+    assert row["gb_per_s"] > 0
+    assert row["stages_us"] == {}
+    assert len(table(result).splitlines()) == 2
 
 
 def test_sizes_that_do_not_divide_the_heads_are_refused() -> None:

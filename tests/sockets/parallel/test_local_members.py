@@ -73,27 +73,25 @@ def once_there(act: Callable[[int], None]) -> threading.Thread:
     return thread
 
 
-def test_two_ranks_answer_as_one_beside_another_engine_and_end_with_the_context_manager(
-    make: Callable[..., LLM],
+def test_two_ranks_answer_as_one_beside_another_engine_and_end_with_the_context_manager_or_the_engine(
+    make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Files of the start are deleted once all ranks are connected, so a killed process cannot leave any."""
     with make(tensor_parallel_size=1) as alone:
         expected = tokens(alone)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     with make() as first:
-        with make(load_format="dummy") as second:
-            assert len(members()) == 2
-            assert tokens(first) == expected
-            others = tokens(second)
-            assert others != expected
-            assert (tokens(first), tokens(second)) == (expected, others)  # both have been idle in between
+        second = make(load_format="dummy")
+        assert list(tmp_path.glob("baton-*")) == []
+        assert len(members()) == 2
+        assert tokens(first) == expected
+        others = tokens(second)
+        assert others != expected
+        assert (tokens(first), tokens(second)) == (expected, others)  # both have been idle in between
+        del second
         assert len(members()) == 1
         assert tokens(first) == expected
-    assert members() == []
-
-
-def test_an_engine_that_is_dropped_ends_its_processes(make: Callable[..., LLM]) -> None:
-    llm = make()
-    tokens(llm)
-    del llm
     assert members() == []
 
 

@@ -85,9 +85,13 @@ def test_ranks_answer_as_one_engine_repeatedly(
 
 
 def test_ranks_without_requests_use_hardly_any_cpu_time_and_are_not_waited_for(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Files of the start are deleted once all ranks are connected, so a killed process cannot leave any."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     with make(data_parallel_size=2, **EXPERTS) as llm:
+        assert list(tmp_path.glob("baton-*")) == []
         tokens(llm)
         pids = [os.getpid(), *members()]
         before = cpu_seconds(pids)
@@ -96,17 +100,6 @@ def test_ranks_without_requests_use_hardly_any_cpu_time_and_are_not_waited_for(
         monkeypatch.setattr("baton.engine.offline.spread.zmq.select", lambda *_: pytest.fail("waited"))
         (result,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert len(result.outputs[0].token_ids) == 3
-
-
-@pytest.mark.slow
-def test_no_temporary_files_remain_once_all_ranks_are_connected(
-    make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files of the start are deleted once all ranks are connected, so a killed process cannot leave any."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    with make(tensor_parallel_size=2, data_parallel_size=2, **EXPERTS):
-        assert list(tmp_path.glob("baton-*")) == []
 
 
 @pytest.mark.exhaustive

@@ -33,6 +33,7 @@ def alone(structured_llm: LLM) -> dict[str, list[int]]:
     }
 
 
+@pytest.mark.exhaustive
 @PARAMS
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_kind_of_output_fits(structured_llm: LLM, case: Case, params: SamplingParams) -> None:

@@ -101,7 +101,7 @@ def test_requests_get_drafts_by_their_own_acceptance() -> None:
 @pytest.mark.slow
 @given(
     st.integers(0, 3),
-    st.sampled_from([1, 4, 32, 300]),
+    st.sampled_from([1, 4, 32, 100]),
     st.floats(0, 1),
     st.floats(1e-4, 0.1),
     st.floats(0, 1e-2),

@@ -48,6 +48,7 @@ def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     return lambda **args: LLM(str(folder), skip_tokenizer_init=True, **{**SMALL, **args})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("most", [1, NUM_LAYERS])
@@ -60,6 +61,7 @@ def test_guesses_are_those_that_plain_torch_gives(
     assert all(found) or params is not HOT, "random numbers decide most draws, so some guesses are right"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "args"),

@@ -13,6 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU interprets th
 UNIT = 16
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths", [[UNIT], [16384], [16384 + UNIT], [UNIT, 3 * 16384, 48, 16384 - UNIT], [160] * 700], ids=len

@@ -134,6 +134,7 @@ def folders_of(tmp_path_factory: pytest.TempPathFactory) -> FoldersOf:
     return functools.cache(lambda family: write(tmp_path_factory.mktemp("model"), family))
 
 
+@pytest.mark.exhaustive
 @EACH
 def test_a_published_checkpoint_gives_the_logprobs_of_its_dequantized_values(
     family: str, folders_of: FoldersOf

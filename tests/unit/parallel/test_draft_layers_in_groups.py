@@ -57,6 +57,7 @@ def right_alone(folder: Path) -> list[int]:
         return accepted(engines)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("device", "tp", "backend", "share", "drafting"),
     [

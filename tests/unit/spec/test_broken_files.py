@@ -113,6 +113,7 @@ def written(folder: Path, content: str) -> Path:
     return file
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("content", "said"), NO_YAML.items(), ids=lambda text: text[:24])
 def test_invalid_yaml_is_refused_with_the_place(tmp_path: Path, content: str, said: str) -> None:

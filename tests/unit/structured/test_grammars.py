@@ -316,39 +316,27 @@ def wait_for_the_starting_thread() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_grammar_uses_the_compiler_started_ahead_and_a_dead_one_is_replaced(
-    vocabulary: GrammarVocabulary, held_start: HeldStart
-) -> None:
-    held_start.go_on.set()
-    source = XGrammarBackend(vocabulary)
-    source.start()
-    wait_for_the_starting_thread()
-    (process,) = held_start.processes
-    assert process.poll() is None
-    assert "xgrammar" in sys.modules
-    assert source.stats() == GrammarStats()
-    source.open(StructuredOutputsParams(choice=["a"]))
-    assert held_start.processes == [process]
-    assert process.stdin is not None
-    process.stdin.close()  # as if this process had died
-    assert process.wait(60.0) == 0
-    source.open(StructuredOutputsParams(choice=["b"]))
-    assert len(held_start.processes) == 2
-    source.close()
-
-
-@pytest.mark.slow
-def test_a_first_grammar_waits_for_the_compiler_that_is_being_started_ahead(
+def test_first_grammars_wait_for_the_compiler_that_is_started_ahead_and_use_it_and_a_dead_one_is_replaced(
     vocabulary: GrammarVocabulary, held_start: HeldStart
 ) -> None:
     source = XGrammarBackend(vocabulary)
     source.start()
     with ThreadPoolExecutor(1) as threads:
         assert held_start.started.wait(60.0)
+        assert source.stats() == GrammarStats()
         opening = threads.submit(source.open, StructuredOutputsParams(choice=["a"]))
         held_start.go_on.set()
         opening.result(60.0).advance([])
-    assert len(held_start.processes) == 1
+    wait_for_the_starting_thread()
+    assert "xgrammar" in sys.modules
+    source.open(StructuredOutputsParams(choice=["b"]))
+    (process,) = held_start.processes
+    assert process.poll() is None
+    assert process.stdin is not None
+    process.stdin.close()  # as if this process had died
+    assert process.wait(60.0) == 0
+    source.open(StructuredOutputsParams(choice=["c"]))
+    assert len(held_start.processes) == 2
     source.close()
 
 
