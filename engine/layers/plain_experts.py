@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,10 +65,8 @@ class FusedMethod(ExpertsMethod):
         down_bias: Tensor | None,
         activation: GatedActivation | Pointwise,
     ) -> PackedExperts:
-        biases = {} if gate_up_bias is None else {"gate_up_bias": gate_up_bias}
-        if down_bias is not None:
-            biases["down_bias"] = down_bias
-        return FusedExperts(pack(ExpertWeights(**tensors, **biases, activation=activation)))
+        fields: dict[str, Any] = {**tensors, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        return FusedExperts(pack(ExpertWeights(**fields, activation=activation)))
 
 
 class PlainExperts(FusedMethod):
