@@ -103,7 +103,8 @@ def read_config(
 def _require_draft_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raise `UnsupportedModel` if draft layers of config.json are missing in the checkpoint, as in converted ones."""
     rules = config.rules.draft
-    for number in range(config.drafts if rules is not None else 0):
+    assert rules is not None, "a config with draft layers says where they lie"
+    for number in range(config.drafts):
         path = rules.path(config, number)
         if not any(name.startswith(f"{path}.") for name in checkpoint.entries):
             raise UnsupportedModel(

@@ -64,10 +64,16 @@ class FusedMethod(ExpertsMethod):
         down_bias: Tensor | None,
         activation: GatedActivation | Pointwise,
     ) -> PackedExperts:
-        biases = {} if gate_up_bias is None else {"gate_up_bias": gate_up_bias}
-        if down_bias is not None:
-            biases["down_bias"] = down_bias
-        return FusedExperts(pack(ExpertWeights(**tensors, **biases, activation=activation)))
+        experts = ExpertWeights(
+            tensors["gate_up"],
+            tensors["down"],
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            activation=activation,
+            gate_up_scale=tensors.get("gate_up_scale"),
+            down_scale=tensors.get("down_scale"),
+        )
+        return FusedExperts(pack(experts))
 
 
 class PlainExperts(FusedMethod):
