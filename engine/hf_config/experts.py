@@ -64,6 +64,8 @@ def checked_experts(config: ExpertsConfig, tensors: Collection[str] = ()) -> Exp
             f"{config.num_experts} experts in {config.top_groups} of {config.num_groups} equal groups (topk_group of "
             "n_group)"
         )
+    if config.latent_size is not None and config.latent_size < 1:
+        raise InvalidModelConfig(f"config.json: 'moe_latent_size' must be at least 1, not {config.latent_size}")
     return config
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,8 +64,16 @@ class FusedMethod(ExpertsMethod):
         down_bias: Tensor | None,
         activation: GatedActivation | Pointwise,
     ) -> PackedExperts:
-        fields: dict[str, Any] = {**tensors, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-        return FusedExperts(pack(ExpertWeights(**fields, activation=activation)))
+        experts = ExpertWeights(
+            tensors["gate_up"],
+            tensors["down"],
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            activation=activation,
+            gate_up_scale=tensors.get("gate_up_scale"),
+            down_scale=tensors.get("down_scale"),
+        )
+        return FusedExperts(pack(experts))
 
 
 class PlainExperts(FusedMethod):

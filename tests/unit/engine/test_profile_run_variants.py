@@ -37,7 +37,7 @@ from tests.helpers.inline_stream import InlineStream
 from baton.engine.config import EngineConfig
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import Chunk, RowStart, StepPlan
-from baton.engine.layers import embedding, method
+from baton.engine.layers import embedding, experts, method, plain_experts
 from baton.engine.models import load_model, stub_model
 from baton.engine.parallel.groups import ALL_ALONE
 from baton.engine.startup.arenas import engine_caches
@@ -59,6 +59,7 @@ TILES = {
 
 fp8.has_gpu_kernels = lambda device: True
 method.pack = embedding.pack = lambda weight: PackedWeight(weight, tuple(weight.shape), in_panels=False)
+experts.pack_router = plain_experts.pack = lambda weights: weights
 outputs._PIECE_BYTES = 55 * 4 * 256  # a prompt comes in many pieces, as with a large vocabulary
 speculation, most_tokens = json.loads(sys.argv[3]), int(sys.argv[2])
 engine_args = {"model": sys.argv[1], "dtype": "bfloat16", "load_format": "dummy"}
