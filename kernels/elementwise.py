@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_AT_ONCE = (
-    64  # a multiple of what two registers hold: 32 in float32, 64 in bfloat16, fewer in float64 and on older CPUs
-)
+# A multiple of what two registers hold: 32 values in float32, 64 in bfloat16, fewer in float64 and on older CPUs.
+_AT_ONCE = 64
 _THREAD_VALUES = 32_768  # torch's least number for another thread (`at::internal::GRAIN_SIZE`)
 _GELU_VALUES = 16_384  # from here on GELU takes all threads
 

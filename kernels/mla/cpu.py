@@ -35,6 +35,7 @@ def mla_attention(
     """See `baton.kernels.mla.mla_attention`. Computes in float32 (float64 if `q` is) and rounds once."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     by_head = up.by_head.to(dtype)
+    unseen = torch.full((TILE, TILE), float("-inf"), dtype=dtype).triu(1)  # a tile's keys behind each of its queries
     out = torch.zeros(*q.shape[:2], up.value_dim, dtype=q.dtype)
     for tokens, cached in reference.sequences(kv, layer, batch, dtype):
         keys = functional.pad(cached, (0, 0, 0, -len(cached) % TILE))
@@ -45,24 +46,22 @@ def mla_attention(
             last = min(end, start + TILE)
             chosen = slice(first, first + last - position)
             tile = functional.pad(q[chosen].to(dtype), (0, 0, 0, 0, position - start, start + TILE - last))
-            attended = _attend(tile, keys[: start + TILE], by_head, up, scale)
+            attended = _attend(tile, keys[: start + TILE], unseen, by_head, up, scale)
             out[chosen] = attended[position - start : last - start].to(out.dtype)
             first, position = chosen.stop, last
     return out
 
 
-def _attend(q: Tensor, keys: Tensor, by_head: Tensor, up: UpProjection, scale: float) -> Tensor:
-    """Compute the last queries q [16, H, nope + rope] of a sequence with `keys` [S, rank + rope] -> [16, H, value]."""
+def _attend(q: Tensor, keys: Tensor, unseen: Tensor, by_head: Tensor, up: UpProjection, scale: float) -> Tensor:
+    """Compute the last queries q [16, H, nope + rope] of a sequence with `keys` [S, rank + rope] -> [16, H, value].
+
+    `unseen` [16, 16] is added to their scores with the last 16 keys.
+    """
     keys_up, values_up = by_head.split([up.nope_dim, up.value_dim], dim=1)
     absorbed = torch.cat(
         (q[..., : up.nope_dim].transpose(0, 1) @ keys_up, q[..., up.nope_dim :].transpose(0, 1)), dim=2
     )
     scores = (absorbed.flatten(0, 1) @ keys.T * scale).unflatten(0, (-1, TILE))
-    scores[:, :, -TILE:] += _unseen(q.dtype)
+    scores[:, :, -TILE:] += unseen
     attended = scores.softmax(-1).flatten(0, 1) @ keys[:, : up.rank]
     return (attended.unflatten(0, (-1, TILE)) @ values_up.transpose(1, 2)).transpose(0, 1)
-
-
-def _unseen(dtype: torch.dtype) -> Tensor:
-    """Return what to add to the scores of a tile's own keys: -inf for those behind the query."""
-    return torch.full((TILE, TILE), float("-inf"), dtype=dtype).triu(1)

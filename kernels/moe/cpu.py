@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from baton.kernels.activation import Pointwise, activate_each, activation_and_mul
-from baton.kernels.linear import cpu as linear
+from baton.kernels.linear import PackedWeight, linear
+from baton.kernels.linear.cpu import PANEL_ROWS, pack
 
 from .experts import ExpertWeights, GatedActivation
 from .reference import activated, of_expert
@@ -22,10 +22,10 @@ def pack_in_place(matrices: Tensor) -> bool:
     Panels have whole groups of rows, so N must be a multiple of them. Each matrix remains one item of the first
     dimension, which may be copied to other places.
     """
-    if matrices.shape[1] % linear.PANEL_ROWS or not matrices.is_contiguous():
+    if matrices.shape[1] % PANEL_ROWS or not matrices.is_contiguous():
         return False
     for matrix in matrices:
-        panels = linear.pack(matrix)
+        panels = pack(matrix)
         if panels is None:
             return False
         matrix.view(-1).copy_(panels.view(-1))
@@ -57,9 +57,7 @@ def fused_experts(
 
 
 def _product(x: Tensor, matrix: Tensor, bias: Tensor | None, in_panels: bool) -> Tensor:
-    if in_panels:
-        return linear.linear(x, matrix, (matrix.shape[0], matrix.shape[1]), bias)
-    return functional.linear(x, matrix, bias)
+    return linear(x, PackedWeight(matrix, (matrix.shape[0], matrix.shape[1]), in_panels), bias)
 
 
 def _activated(hidden: Tensor, activation: GatedActivation | Pointwise) -> Tensor:
