@@ -178,9 +178,14 @@ def test_tiers_without_room_for_a_block_of_each_group_are_refused_by_name(model:
 
 
 @pytest.mark.slow
-def test_the_hybrid_demo_model_recalls_prompts_restored_from_tiers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("where", [host, disk])
+def test_the_hybrid_demo_model_recalls_prompts_restored_from_tiers(
+    tmp_path: Path, where: Callable[[Path], TierSettings], device: str
+) -> None:
     questions = Questions.of(HYBRID, [LENGTH], 5)
-    with engine(HYBRID, host(tmp_path), **SIZES, num_gpu_blocks_override=FEW) as tiered:
+    sizes = {**SIZES, "device": device, "dtype": "bfloat16" if device == "cuda" else "float32"}
+    with engine(HYBRID, where(tmp_path), **sizes, num_gpu_blocks_override=FEW) as tiered:
         assert questions.share_right(run_one_by_one(tiered, questions.requests)) == 1.0
         again = run_one_by_one(tiered, questions.requests)
         assert questions.share_right(again) == 1.0
