@@ -1,4 +1,4 @@
-"""How far behind the blocks of its prompt a request with recurrent states begins: less than one checkpoint distance."""
+"""Hits of requests with recurrent states: they begin less than one checkpoint distance behind the cached blocks."""
 
 from __future__ import annotations
 
