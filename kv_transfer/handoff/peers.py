@@ -96,6 +96,7 @@ class Peers:
             transport=lane.transport,
             bytes_per_s=rate,
             is_slow=lane.is_slow,
+            is_staged=lane.is_staged,
             num_reads=pace.num_reads,
             read_s=line,
         )

@@ -50,6 +50,7 @@ class Lane(msgspec.Struct, frozen=True):
     transport: Name
     bytes_per_s: float | None  # measured with a few MB when the peer is connected; None: not measured
     is_slow: bool = False  # GPU memory comes so slowly that it probably goes through TCP
+    is_staged: bool = False  # GPU memory goes through pinned memory of both hosts
 
 
 def slowest(lanes: Iterable[Lane | None]) -> Lane | None:
