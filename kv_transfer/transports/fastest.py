@@ -32,7 +32,7 @@ from .common import make_scratch, use_device
 from .cuda_ipc import CudaIpcTransport
 from .nixl import NixlTransport
 from .range_copies import ALIGNMENT, GpuCopies
-from .staged import HostPieces, StagedTransport
+from .staged import BounceBuffers, StagedTransport
 from .ucx import UcxTransport
 
 logger = logging.getLogger(__name__)
@@ -310,11 +310,11 @@ def _staged(settings: TransferSettings, region: Memory, agent_name: str) -> Tran
     if gpu is None or settings.buffer != "auto" or settings.transport != "nixl":
         return None
     try:
-        pieces = HostPieces.allocate(region.device)
-        network = NixlTransport(pieces, f"{agent_name}:staged", settings.backends)
+        buffers = BounceBuffers.allocate(region.device)
+        network = NixlTransport(buffers, f"{agent_name}:staged", settings.backends)
     except TransportError as error:
         logger.warning("peers with slow lanes will not be read through pinned memory: %s", error)
         return None
     scratch, copies = make_scratch(region.device), (GpuCopies(gpu), GpuCopies(gpu))
     copies[0].compile(scratch.address, scratch.address + ALIGNMENT)
-    return StagedTransport(region, network, pieces, *copies, scratch)
+    return StagedTransport(region, network, buffers, *copies, scratch)

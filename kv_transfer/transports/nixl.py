@@ -103,6 +103,7 @@ class NixlTransport:
             raise TransportError(f"NIXL has no backend {', '.join(missing)} here; available: {available}")
         self.name = nixl_name(backends)
         self._backends = list(backends)
+        self._region = region  # its memory may be registered for as long as this object lives
         self._address = region.address
         self._num_bytes = region.num_bytes
         self._scratch = make_scratch(region.device)

@@ -1,13 +1,13 @@
 """A transport that reads a peer's memory through pinned memory of both hosts.
 
-    holder    blocks ──copy──> piece ══════READ══════> piece ──copy──> blocks    reader
-                               `network`: NIXL between the hosts' memory
+    holder    blocks ──copy──> bounce buffer ══════READ══════> bounce buffer ──copy──> blocks    reader
+                                  `network`: NIXL between the hosts' memory
 
 For GPU memory that no direct lane reaches at speed: over TCP, UCX moves it at a fraction of the link's rate, and host
-memory at all of it. A read is cut into parts of up to a piece. Several are under way at once, so the copies on both
-sides and the network are busy at the same time. The two sides are in `staged_reads.py` and `staged_holder.py`, their
-messages in `staged_messages.py`. Each advances when it is polled: the reader in `poll` and `peer_state`, the holder in
-`progress`.
+memory at all of it. A read is cut into parts that fit into a bounce buffer. Several are under way at once, so the
+copies on both sides and the network are busy at the same time. The two sides are in `staged_reads.py` and
+`staged_holder.py`, their messages in `staged_messages.py`. Each advances when it is polled: the reader in `poll` and
+`peer_state`, the holder in `progress`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from . import Lane, Memory, PeerHandle, PeerState, Ranges, RangeTable, ReadHandl
 from .common import PROBE_BYTES, Scratch, check_ranges
 from .range_copies import ALIGNMENT, RangeCopies
 from .staged_holder import StagedHolder
-from .staged_messages import Close, Filled, HostNetwork, Open, Refused, decode
+from .staged_messages import Close, Filled, HostNetwork, Refused, decode
 from .staged_reads import Remote, StagedRead, StagedReads
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 4 << 20  # 3 ms at 10 Gbit/s
-NUM_PIECES = 8  # for our own reads, and as many for those of peers
+BOUNCE_BYTES = 4 << 20  # 3 ms at 10 Gbit/s
+NUM_BUFFERS = 8  # for our own reads, and as many for those of peers
 WARM_BYTES = 64  # a small read connects both ends ...
-PROBE_PIECES = 4  # ... and one of so many pieces measures the rate
+PROBE_BUFFERS = 4  # ... and one of so many buffers measures the rate
 CONNECT_S = 2.0  # a peer that has not been measured by then is not read in this way
 
 
@@ -46,15 +46,15 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
     """The size of the memory that can be read, and the metadata of the network between the hosts."""
 
     num_bytes: Annotated[int, Meta(ge=1, lt=2**62)]
-    piece_bytes: Annotated[int, Meta(ge=WARM_BYTES, lt=2**40)]
+    buffer_bytes: Annotated[int, Meta(ge=WARM_BYTES, lt=2**40)]
     network: bytes
 
 
 _decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metadata of a staged peer")
 
 
-class HostPieces(NamedTuple):
-    """Host memory as a `Memory` for the network: pieces for peers' reads first, then those for our own."""
+class BounceBuffers(NamedTuple):
+    """Host memory as a `Memory` for the network: buffers for peers' reads first, then those for our own."""
 
     memory: HostMemory
     of_peers: HostSlots
@@ -73,11 +73,11 @@ class HostPieces(NamedTuple):
         return "cpu"
 
     @classmethod
-    def allocate(cls, device: str, piece_bytes: int = PIECE_BYTES, num_pieces: int = NUM_PIECES) -> HostPieces:
+    def allocate(cls, device: str, buffer_bytes: int = BOUNCE_BYTES, num_buffers: int = NUM_BUFFERS) -> BounceBuffers:
         """Allocate memory, pinned if `device` is a GPU. Raises `TransportError`."""
-        memory = HostMemory(2 * num_pieces, piece_bytes, device)
-        half = num_pieces * piece_bytes
-        of_peers, own = (HostSlots(memory.address + at, num_pieces, piece_bytes, memory) for at in (0, half))
+        memory = HostMemory(2 * num_buffers, buffer_bytes, device)
+        half = num_buffers * buffer_bytes
+        of_peers, own = (HostSlots(memory.address + at, num_buffers, buffer_bytes, memory) for at in (0, half))
         return cls(memory, of_peers, own)
 
 
@@ -95,7 +95,7 @@ class _Peer:
 class StagedTransport:
     """A `Transport` through host memory. One thread makes, uses and closes it.
 
-    `network` has registered `pieces`. `scratch` is on the region's device.
+    `network` has registered `buffers`. `scratch` is on the region's device.
     """
 
     num_fallbacks = 0
@@ -104,7 +104,7 @@ class StagedTransport:
         self,
         region: Memory,
         network: HostNetwork,
-        pieces: HostPieces,
+        buffers: BounceBuffers,
         to_host: RangeCopies,
         from_host: RangeCopies,
         scratch: Scratch,
@@ -115,18 +115,18 @@ class StagedTransport:
         self._network = network
         self._copies = (to_host, from_host)
         self._scratch = scratch
-        self._piece_bytes = pieces.own.slot_bytes
+        self._buffer_bytes = buffers.own.slot_bytes
         self._clock = clock
-        self._holder = StagedHolder(region, network, pieces.of_peers, 0, to_host, clock)
-        self._staged = StagedReads(network, pieces.own, pieces.own.address - pieces.address, from_host, clock)
-        self._metadata = codec.encode(_Metadata(region.num_bytes, self._piece_bytes, network.metadata()))
+        self._holder = StagedHolder(region, network, buffers.of_peers, 0, to_host, clock)
+        self._staged = StagedReads(network, buffers.own, buffers.own.address - buffers.address, from_host, clock)
+        self._metadata = codec.encode(_Metadata(region.num_bytes, self._buffer_bytes, network.metadata()))
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, StagedRead] = {}
 
     @property
     def num_free(self) -> tuple[int, int]:
-        """The free pieces: of those for peers' reads, and of our own."""
+        """The free buffers: of those for peers' reads, and of our own."""
         return self._holder.num_free, self._staged.num_free
 
     def metadata(self) -> bytes:
@@ -141,8 +141,7 @@ class StagedTransport:
             self._network.remove_peer(network)
             raise
         handle = next(self._ids)
-        self._peers[handle] = _Peer(known.num_bytes, Remote(name, network, known.piece_bytes), self._clock())
-        self._send(name, Open(self._network.metadata()))
+        self._peers[handle] = _Peer(known.num_bytes, Remote(name, network, known.buffer_bytes), self._clock())
         return handle
 
     def peer_state(self, peer: PeerHandle) -> PeerState:
@@ -231,10 +230,10 @@ class StagedTransport:
         return PeerState.CONNECTING
 
     def _probe_table(self, peer: _Peer) -> RangeTable:
-        return self._into_scratch(peer, peer.remote.piece_bytes, PROBE_PIECES)
+        return self._into_scratch(peer, peer.remote.buffer_bytes, PROBE_BUFFERS)
 
     def _into_scratch(self, peer: _Peer, num_bytes: int, count: int) -> RangeTable:
-        size = min(num_bytes, peer.num_bytes, self._piece_bytes, PROBE_BYTES)
+        size = min(num_bytes, peer.num_bytes, self._buffer_bytes, PROBE_BYTES)
         starts = (number * size % (peer.num_bytes - size + 1) // ALIGNMENT * ALIGNMENT for number in range(count))
         return np.array([(start, self._scratch.address, size) for start in starts], dtype=np.int64)
 

@@ -1,9 +1,9 @@
-"""The holder's side of staged reads: it copies ranges of its memory into pieces of pinned memory, which readers read.
+"""The holder's side of staged reads: it copies ranges of its memory into bounce buffers, which readers read.
 
-Fill ──> waits for a free piece ──> copied ──Filled──> read by its reader ──Free, or silence──> free
+Fill ──> waits for a free buffer ──> copied ──Filled──> read by its reader ──Free, or silence──> free
 
-A reader that is silent for `SILENCE_S` is forgotten and its pieces are used again. It counts from when it asked, which
-is earlier, and does not use what it has read later than that.
+A reader that is silent for `SILENCE_S` is forgotten and its buffers are used again. It counts from when it asked, which
+is earlier, and does not use what it has read later than that. Before it asks after a pause, it introduces itself again.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ class _Waiting(NamedTuple):
 
 class _Copying(NamedTuple):
     key: _Key
-    piece: int
+    buffer: int
     copy: Any
 
 
 class StagedHolder:
-    """Fills pieces for readers. `pieces` lie at `offset` in the memory that `network` has registered."""
+    """Fills buffers for readers. `buffers` lie at `offset` in the memory that `network` has registered."""
 
     def __init__(
         self,
         memory: Memory,
         network: HostNetwork,
-        pieces: HostSlots,
+        buffers: HostSlots,
         offset: int,
         copies: RangeCopies,
         clock: Callable[[], float],
     ) -> None:
         self._memory = memory
         self._network = network
-        self._pieces = pieces
+        self._buffers = buffers
         self._offset = offset
         self._copies = copies
         self._clock = clock
-        self._free = list(range(pieces.num_slots))
+        self._free = list(range(buffers.num_slots))
         self._heard_at: dict[str, float] = {}  # the readers, and when each sent its last message
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._copying: list[_Copying] = []
@@ -92,7 +92,7 @@ class StagedHolder:
                 self._forget(reader)
 
     def advance(self) -> None:
-        """Tell readers of pieces that have been filled, fill others, and forget readers that are silent."""
+        """Tell readers of buffers that have been filled, fill others, and forget readers that are silent."""
         copying, self._copying = self._copying, []
         for each in copying:
             self._settle(each)
@@ -104,11 +104,12 @@ class StagedHolder:
 
     @property
     def num_free(self) -> int:
-        """The number of free pieces."""
+        """The number of free buffers."""
         return len(self._free)
 
     def _open(self, reader: str, message: Open) -> None:
         if reader in self._heard_at:
+            self._heard_at[reader] = self._clock()
             return
         try:
             name = self._network.introduce(message.metadata)
@@ -125,27 +126,27 @@ class StagedHolder:
         asked = decode_ranges(message.ranges)
         ranges = np.insert(asked, 1, 0, axis=1)
         try:
-            check_ranges(ranges, self._pieces.slot_bytes, self._memory.num_bytes, "this engine")
+            check_ranges(ranges, self._buffers.slot_bytes, self._memory.num_bytes, "this engine")
         except TransportError as error:
             self._answer(reader, Refused(message.number, str(error)))
             return
-        if int(ranges[:, 2].sum()) > self._pieces.slot_bytes:
-            self._answer(reader, Refused(message.number, f"a piece has {self._pieces.slot_bytes} bytes"))
+        if int(ranges[:, 2].sum()) > self._buffers.slot_bytes:
+            self._answer(reader, Refused(message.number, f"a buffer has {self._buffers.slot_bytes} bytes"))
             return
         self._waiting.append(_Waiting((reader, message.number), ranges))
 
     def _fill(self, waiting: _Waiting) -> None:
-        piece = self._free.pop()
-        target = self._pieces.address + piece * self._pieces.slot_bytes
+        buffer = self._free.pop()
+        target = self._buffers.address + buffer * self._buffers.slot_bytes
         rows = waiting.ranges + np.array((self._memory.address, target, 0))
         rows[1:, 1] += np.cumsum(waiting.ranges[:-1, 2])
         try:
             copy = self._copies.begin(rows)
         except RuntimeError as error:
-            self._free.append(piece)
+            self._free.append(buffer)
             self._answer(waiting.key[0], Refused(waiting.key[1], f"the device refuses a copy: {error}"[:1000]))
             return
-        self._copying.append(_Copying(waiting.key, piece, copy))
+        self._copying.append(_Copying(waiting.key, buffer, copy))
 
     def _settle(self, copying: _Copying) -> None:
         reader, number = copying.key
@@ -153,19 +154,19 @@ class StagedHolder:
             if not self._copies.has_ended(copying.copy):
                 self._copying.append(copying)
                 return
-        except RuntimeError as error:  # nothing runs on this device any more: the piece is not used again
+        except RuntimeError as error:  # nothing runs on this device any more: the buffer is not used again
             self._answer(reader, Refused(number, f"a copy failed: {error}"[:1000]))
             return
         if reader not in self._heard_at:
-            self._free.append(copying.piece)
+            self._free.append(copying.buffer)
             return
-        self._filled[copying.key] = copying.piece
-        self._answer(reader, Filled(number, self._offset + copying.piece * self._pieces.slot_bytes))
+        self._filled[copying.key] = copying.buffer
+        self._answer(reader, Filled(number, self._offset + copying.buffer * self._buffers.slot_bytes))
 
     def _drop(self, key: _Key) -> None:
-        piece = self._filled.pop(key, None)
-        if piece is not None:
-            self._free.append(piece)
+        buffer = self._filled.pop(key, None)
+        if buffer is not None:
+            self._free.append(buffer)
         else:
             self._waiting = collections.deque(each for each in self._waiting if each.key != key)
 

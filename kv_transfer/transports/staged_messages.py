@@ -14,26 +14,28 @@ from .. import codec
 from ..codec import Id, Reason
 from . import Transport
 
-MAX_RANGES = 2048  # in one piece, so that a message has at most 32 KB
+MAX_RANGES = 2048  # in one buffer, so that a message has at most 32 KB
 RANGE_BYTES = 16
-SILENCE_S = 30.0  # after so long without a message of a reader, the holder uses the reader's pieces for others
+# After so long without a message of a reader, the holder uses the reader's buffers for others. It is shorter than
+# `transfer.stall_s`, so that a read that gets no buffer begins again over another lane before it fails.
+SILENCE_S = 15.0
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=20):
-    """Introduces a reader, so that it can be answered."""
+    """Introduces a reader, so that it can be answered: before its first `Fill`, and those after a pause."""
 
     metadata: Annotated[bytes, Meta(max_length=1 << 16)]  # of the network transport
 
 
 class Fill(msgspec.Struct, frozen=True, array_like=True, tag=21):
-    """Asks the holder to copy ranges of its memory into a piece, one after the other."""
+    """Asks the holder to copy ranges of its memory into a bounce buffer, one after the other."""
 
     number: Id  # of this reader, never used again
     ranges: Annotated[bytes, Meta(min_length=RANGE_BYTES, max_length=MAX_RANGES * RANGE_BYTES)]  # int64 [n, 2]
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """The piece of a `Fill` is no longer needed."""
+    """The buffer of a `Fill` is no longer needed."""
 
     number: Id
 
@@ -44,7 +46,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=23):
 
 class Filled(msgspec.Struct, frozen=True, array_like=True, tag=24):
     number: Id
-    offset: Id  # of the piece in the memory that the holder's network transport has registered
+    offset: Id  # of the buffer in the memory that the holder's network transport has registered
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=25):

@@ -12,18 +12,18 @@ from baton.kv_transfer.transports import PeerState, ReadState
 from baton.kv_transfer.transports.common import make_scratch
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.range_copies import HostCopies
-from baton.kv_transfer.transports.staged import NUM_PIECES, HostPieces, StagedTransport
+from baton.kv_transfer.transports.staged import NUM_BUFFERS, BounceBuffers, StagedTransport
 
-SIZE = 40 << 20  # more than all pieces of one side
+SIZE = 40 << 20  # more than all buffers of one side
 
 
 class End:
     def __init__(self, name: str, seed: int) -> None:
         self.bytes = np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
         self.address, self.num_bytes, self.device = self.bytes.ctypes.data, SIZE, "cuda:0"
-        pieces = HostPieces.allocate("cpu")
-        network = NixlTransport(pieces, name)
-        self.transport = StagedTransport(self, network, pieces, HostCopies(), HostCopies(), make_scratch("cpu"))
+        buffers = BounceBuffers.allocate("cpu")
+        network = NixlTransport(buffers, name)
+        self.transport = StagedTransport(self, network, buffers, HostCopies(), HostCopies(), make_scratch("cpu"))
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def finish(ends: tuple[End, End], read: int) -> ReadState:
     return state
 
 
-def test_blocks_arrive_through_the_pieces_of_both_ends(ends: tuple[End, End]) -> None:
+def test_blocks_arrive_through_the_buffers_of_both_ends(ends: tuple[End, End]) -> None:
     holder, reader = ends
     peer = reader.transport.add_peer(holder.transport.metadata())
     wait_until_connected(ends, (peer,))
@@ -73,7 +73,7 @@ def test_blocks_arrive_through_the_pieces_of_both_ends(ends: tuple[End, End]) ->
         assert np.array_equal(reader.bytes, expected)
     for end in ends:
         end.transport.progress()
-    assert holder.transport.num_free == reader.transport.num_free == (NUM_PIECES, NUM_PIECES)
+    assert holder.transport.num_free == reader.transport.num_free == (NUM_BUFFERS, NUM_BUFFERS)
 
 
 def test_engines_that_read_each_other_may_stop_doing_so_one_after_the_other(ends: tuple[End, End]) -> None:

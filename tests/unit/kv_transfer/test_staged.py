@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from baton.kv_transfer import codec
 from baton.kv_transfer.transports import PeerState, RangeTable, ReadState
 from baton.kv_transfer.transports.common import Scratch
-from baton.kv_transfer.transports.staged import CONNECT_S, HostPieces, StagedTransport
+from baton.kv_transfer.transports.staged import CONNECT_S, BounceBuffers, StagedTransport
 from baton.kv_transfer.transports.staged_messages import SILENCE_S, Close, Fill, Open, Refused, decode, encode_ranges
 
 from ...helpers.fake_transport import FakeFabric, FakeHostNetwork, TransportFaults
 from ...helpers.virtual_clock import VirtualClock
 
-SIZE, PIECE, NUM_PIECES = 4096, 64, 4
+SIZE, BUFFER, NUM_BUFFERS = 4096, 64, 4
 WHOLE = [(0, 0, SIZE)]
 
 
@@ -34,12 +34,12 @@ class LateCopies:
         self.num_running = 0
         self.fails = False
 
-    def begin(self, pieces: RangeTable) -> dict[str, bool]:
+    def begin(self, buffers: RangeTable) -> dict[str, bool]:
         copy = {"ended": False}
         self.num_running += 1
 
         def land() -> None:
-            for source, target, num_bytes in pieces.tolist():
+            for source, target, num_bytes in buffers.tolist():
                 ctypes.memmove(target, source, num_bytes)
             copy["ended"] = True
             self.num_running -= 1
@@ -63,14 +63,14 @@ class Gpu:
         clock = machines.clock
         self.bytes = np.full(SIZE, ord(name[0]), dtype=np.uint8)
         self.address, self.num_bytes, self.device = self.bytes.ctypes.data, SIZE, "cuda:0"
-        pieces = HostPieces.allocate("cpu", PIECE, NUM_PIECES)
-        host = memoryview((ctypes.c_char * pieces.num_bytes).from_address(pieces.address)).cast("B")
+        buffers = BounceBuffers.allocate("cpu", BUFFER, NUM_BUFFERS)
+        host = memoryview((ctypes.c_char * buffers.num_bytes).from_address(buffers.address)).cast("B")
         machines.fabric.attach(name, cast(bytearray, host))
         self.network = FakeHostNetwork(machines.fabric, name)
         self.down, self.up = LateCopies(clock), LateCopies(clock)
-        self._scratch = np.empty(PIECE, dtype=np.uint8)
+        self._scratch = np.empty(BUFFER, dtype=np.uint8)
         scratch = Scratch(self._scratch.ctypes.data, self._scratch)
-        self.transport = StagedTransport(self, self.network, pieces, self.down, self.up, scratch, clock)
+        self.transport = StagedTransport(self, self.network, buffers, self.down, self.up, scratch, clock)
 
     @property
     def num_free(self) -> tuple[int, int]:
@@ -109,7 +109,7 @@ class Machines:
 
     def check_all_free(self) -> None:
         self.pass_time(1.0)
-        assert self.holder.num_free == self.reader.num_free == (NUM_PIECES, NUM_PIECES)
+        assert self.holder.num_free == self.reader.num_free == (NUM_BUFFERS, NUM_BUFFERS)
 
 
 RANGES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(1, 300)), min_size=1, max_size=40)
@@ -144,7 +144,7 @@ def test_a_peer_is_measured_when_it_is_connected() -> None:
     peer = machines.connect()
     lane = machines.reader.transport.lane(peer)
     assert (lane.transport, lane.is_staged) == ("fake staged", True)
-    assert lane.bytes_per_s == pytest.approx(4 * PIECE / 0.06, rel=0.35)
+    assert lane.bytes_per_s == pytest.approx(4 * BUFFER / 0.06, rel=0.35)
 
 
 def test_copies_on_both_sides_and_the_network_work_at_the_same_time() -> None:
@@ -152,7 +152,7 @@ def test_copies_on_both_sides_and_the_network_work_at_the_same_time() -> None:
     peer = machines.connect()
     machines.holder.down.seconds = machines.reader.up.seconds = 0.1
     machines.fabric.faults.read_s = (0.1, 0.1)
-    read = machines.reader.transport.read(peer, [(0, 0, 16 * PIECE)])
+    read = machines.reader.transport.read(peer, [(0, 0, 16 * BUFFER)])
     busy = 0
     for _ in range(200):
         machines.pass_time(0.01)
@@ -163,7 +163,7 @@ def test_copies_on_both_sides_and_the_network_work_at_the_same_time() -> None:
     assert busy > 0
 
 
-def test_several_reads_and_readers_share_the_pieces() -> None:
+def test_several_reads_and_readers_share_the_buffers() -> None:
     machines = Machines()
     other = Gpu(machines, "other")
     peers = machines.connect(), machines.connect(other)
@@ -207,40 +207,51 @@ def test_whatever_messages_are_lost_a_read_that_is_done_has_its_bytes(seed: int)
     machines.check_all_free()
 
 
-def test_pieces_of_a_reader_that_is_gone_are_used_for_others() -> None:
+def test_buffers_of_a_reader_that_is_gone_are_used_for_others() -> None:
     machines = Machines()
     machines.connect()
-    fill = codec.encode(Fill(1000, encode_ranges(np.array([(0, PIECE)]))))
+    fill = codec.encode(Fill(1000, encode_ranges(np.array([(0, BUFFER)]))))
     machines.reader.network.send("holder", fill)
     machines.holder.transport.progress()
     machines.clock.advance(0.01)
     machines.holder.transport.progress()
-    assert machines.holder.num_free[0] == NUM_PIECES - 1
+    assert machines.holder.num_free[0] == NUM_BUFFERS - 1
     machines.clock.advance(SILENCE_S)
     machines.holder.transport.progress()
-    assert machines.holder.num_free[0] == NUM_PIECES
+    assert machines.holder.num_free[0] == NUM_BUFFERS
 
 
-def test_a_piece_that_the_holder_may_use_for_others_is_not_used() -> None:
+@pytest.mark.parametrize("pause_s", [SILENCE_S / 2, SILENCE_S - 0.01, SILENCE_S, 100 * SILENCE_S])
+def test_a_reader_may_pause_for_as_long_as_it_likes(pause_s: float) -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.clock.advance(pause_s - 0.1)
+    machines.pass_time(0.1)
+    read = machines.reader.transport.read(peer, WHOLE)
+    assert machines.finish(read, 5.0) is ReadState.DONE
+    assert np.array_equal(machines.reader.bytes, machines.holder.bytes)
+
+
+def test_a_buffer_that_the_holder_may_use_for_others_is_not_used() -> None:
     machines = Machines()
     peer = machines.connect()
     machines.fabric.faults.read_s = (SILENCE_S, SILENCE_S)
-    read = machines.reader.transport.read(peer, [(0, 0, PIECE)])
+    read = machines.reader.transport.read(peer, [(0, 0, BUFFER)])
     assert machines.finish(read) is ReadState.FAILED
-    assert not np.array_equal(machines.reader.bytes[:PIECE], machines.holder.bytes[:PIECE])
+    assert not np.array_equal(machines.reader.bytes[:BUFFER], machines.holder.bytes[:BUFFER])
 
 
-def test_a_failed_read_writes_nothing_later_and_its_pieces_wait_for_the_network() -> None:
+def test_a_failed_read_writes_nothing_later_and_its_buffers_wait_for_the_network() -> None:
     machines = Machines()
     peer = machines.connect()
     machines.fabric.faults.fail, machines.fabric.faults.late_s = 1.0, (5.0, 5.0)
-    read = machines.reader.transport.read(peer, [(0, 0, PIECE)])
+    read = machines.reader.transport.read(peer, [(0, 0, BUFFER)])
     assert machines.finish(read) is ReadState.FAILED
     assert machines.reader.transport.release(read)
     assert machines.reader.transport.peer_state(peer) is PeerState.BROKEN
-    assert machines.reader.num_free[1] == NUM_PIECES - 1
+    assert machines.reader.num_free[1] == NUM_BUFFERS - 1
     machines.pass_time(6.0)
-    assert machines.reader.num_free[1] == NUM_PIECES
+    assert machines.reader.num_free[1] == NUM_BUFFERS
     assert (machines.reader.bytes == ord("r")).all()
 
 
@@ -248,7 +259,7 @@ def test_a_failed_read_is_not_released_while_a_part_of_it_is_copied_to_its_block
     machines = Machines()
     peer = machines.connect()
     machines.holder.down.seconds, machines.reader.up.seconds = 0.1, 5.0
-    read = machines.reader.transport.read(peer, [(0, 0, 2 * PIECE)])
+    read = machines.reader.transport.read(peer, [(0, 0, 2 * BUFFER)])
     machines.pass_time(0.15)
     machines.fabric.faults.fail = 1.0  # the second part
     assert machines.finish(read, 1.0) is ReadState.FAILED
@@ -257,17 +268,17 @@ def test_a_failed_read_is_not_released_while_a_part_of_it_is_copied_to_its_block
     assert machines.reader.transport.release(read)
 
 
-def test_a_piece_that_is_filled_for_a_read_that_has_failed_is_freed() -> None:
+def test_a_buffer_that_is_filled_for_a_read_that_has_failed_is_freed() -> None:
     machines = Machines()
     peer = machines.connect()
     machines.holder.down.seconds, machines.fabric.faults.fail = 0.1, 1.0
-    read = machines.reader.transport.read(peer, [(0, 0, 2 * PIECE)])
+    read = machines.reader.transport.read(peer, [(0, 0, 2 * BUFFER)])
     assert machines.finish(read) is ReadState.FAILED
     machines.check_all_free()
 
 
-@pytest.mark.parametrize("ranges", [[(SIZE, 1)], [(0, PIECE + 1)], [(-1, 4)], [(0, 0)], [(0, PIECE), (0, 1)]])
-def test_a_holder_copies_no_ranges_outside_its_memory_or_a_piece(ranges: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("ranges", [[(SIZE, 1)], [(0, BUFFER + 1)], [(-1, 4)], [(0, 0)], [(0, BUFFER), (0, 1)]])
+def test_a_holder_copies_no_ranges_outside_its_memory_or_a_buffer(ranges: list[tuple[int, int]]) -> None:
     machines = Machines()
     machines.connect()
     machines.reader.network.send("holder", codec.encode(Fill(1000, encode_ranges(np.array(ranges)))))
@@ -283,7 +294,7 @@ def test_messages_of_strangers_and_bytes_that_are_none_change_nothing() -> None:
     machines.fabric.attach("stranger", bytearray(1))
     stranger = FakeHostNetwork(machines.fabric, "stranger")
     known = codec.encode(Open(machines.reader.network.metadata()))  # of another than the sender
-    fill = codec.encode(Fill(1, encode_ranges(np.array([(0, PIECE)]))))
+    fill = codec.encode(Fill(1, encode_ranges(np.array([(0, BUFFER)]))))
     for message in (fill, known, fill, codec.encode(Close()), b"\xff"):
         stranger.send("holder", message)
         machines.pass_time(1.0)
@@ -297,6 +308,6 @@ def test_a_device_that_fails_fails_the_read(side: str) -> None:
     peer = machines.connect()
     copies = machines.holder.down if side == "holder" else machines.reader.up
     copies.fails = True
-    read = machines.reader.transport.read(peer, [(0, 0, PIECE)])
+    read = machines.reader.transport.read(peer, [(0, 0, BUFFER)])
     assert machines.finish(read) is ReadState.FAILED
     assert machines.reader.transport.release(read)
