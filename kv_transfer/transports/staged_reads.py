@@ -247,7 +247,7 @@ def _starts(ranges: RangeTable) -> RangeTable:
 
 
 def _parts(table: RangeTable, buffer_bytes: int) -> Iterator[RangeTable]:
-    """Divide ranges into tables of at most `buffer_bytes` and `MAX_RANGES` ranges each; long ranges are divided, too."""
+    """Divide ranges, long ones too, into tables of at most `buffer_bytes` and `MAX_RANGES` ranges each."""
     counts = -(-table[:, 2] // buffer_bytes)
     if (counts > 1).any():
         done = np.concatenate([np.arange(count) for count in counts]) * buffer_bytes
