@@ -6,7 +6,7 @@
         head -> worthless blocks (no lookup finds their content) -> dispensable cached ones -> other cached ones -> tail
 
 The cached ones of either kind are in the order of their release. Only checkpoints of states are ever dispensable
-(`cache_groups.StateGroup`), and none that is protected: those that a prefix hit has taken are, if the pool tracks hits.
+(`cache_groups.StateGroup`), and none that is protected, as those are that a prefix hit has taken.
 
 A cached block is a block with a hash. It keeps the hash while it is free, so "cached" and "free" are the same memory: a
 prefix hit takes it out of the middle of the list, an allocation takes the head and forgets its hash.
@@ -51,7 +51,7 @@ class BlockPool:
         self.num_registered = 0  # blocks that were ever added to the prefix cache: the number of the next one
         self._new_blocks: dict[int, tuple[int, BlockHash]] | None = None  # number and hash of each block not taken yet
         self._dispensable: set[int] = set()
-        self._protected: set[int] | None = None  # blocks that cannot become dispensable, see `track_hits`
+        self._protected: set[int] | None = None  # blocks that cannot become dispensable; None: no block can
         # The list's links are in the pool's own arrays. Entry `num_blocks` is both ends; the one behind it lies between
         # dispensable blocks and other cached ones.
         self._end, self._divider = num_blocks, num_blocks + 1
@@ -111,14 +111,17 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block, the last block first: so the beginnings of prefixes survive longest."""
-        refs = self._refs
+        refs, hashes, has_ranks = self._refs, self._hashes, self._protected is not None
         self.num_dropped += len(blocks)
         for block in reversed(blocks):
             if refs[block] < 1:
                 raise BlockPoolCorrupted(f"block {block} was released more often than taken")
             refs[block] -= 1
             if refs[block] == 0:
-                self._link_free(block)
+                if has_ranks:
+                    self._link_by_rank(block)
+                else:
+                    self._link(block, before=self._next[self._end] if hashes[block] is None else self._end)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
         """Add a full block to the prefix cache, unless that has another block with the same content."""
@@ -142,24 +145,27 @@ class BlockPool:
         block = self._block_of.get(block_hash)
         if block is not None and self._refs[block] == 0:
             self._forget(block)
-            self._relink(block)
+            self._unlink(block)
+            self._link_by_rank(block)
 
-    def track_hits(self) -> None:
-        """Protect the blocks that prefix hits take from now on."""
+    def rank_blocks(self) -> None:
+        """Allow dispensable blocks, and protect those that prefix hits take from now on."""
         self._protected = set()
 
     def protect(self, block: int) -> None:
         """Rule out that a block in use becomes dispensable, as long as it has its content."""
-        if self._protected is not None:
-            self._dispensable.discard(block)
-            self._protected.add(block)
+        assert self._protected is not None, "the pool ranks blocks"
+        self._dispensable.discard(block)
+        self._protected.add(block)
 
     def make_dispensable(self, block: int) -> None:
         """Have a block, which is cached or in use, evicted before other cached ones, unless it is protected."""
-        if block not in self._dispensable and block not in (self._protected or ()):
+        assert self._protected is not None, "the pool ranks blocks"
+        if block not in self._dispensable and block not in self._protected:
             self._dispensable.add(block)
             if self._refs[block] == 0:
-                self._relink(block)
+                self._unlink(block)
+                self._link_by_rank(block)
 
     @property
     def has_dispensable(self) -> bool:
@@ -265,8 +271,8 @@ class BlockPool:
         return 0 <= block < self.num_blocks and self._refs[block] == 0 and self._hashes[block] is None
 
     def _forget(self, block: int) -> None:
-        self._dispensable.discard(block)
         if self._protected is not None:
+            self._dispensable.discard(block)
             self._protected.discard(block)
         block_hash = self._hashes[block]
         if block_hash is not None:
@@ -277,17 +283,13 @@ class BlockPool:
             if self._new_blocks is not None:
                 self._new_blocks.pop(block, None)
 
-    def _link_free(self, block: int) -> None:
-        """Link a free block where it belongs in the order of eviction."""
+    def _link_by_rank(self, block: int) -> None:
+        """Link a free block where it belongs in the order of eviction, dispensable or not."""
         if self._hashes[block] is None:
             self._forget(block)
             self._link(block, before=self._next[self._end])
         else:
             self._link(block, before=self._divider if block in self._dispensable else self._end)
-
-    def _relink(self, block: int) -> None:
-        self._unlink(block)
-        self._link_free(block)
 
     def _link(self, block: int, before: int) -> None:
         previous = self._previous[before]

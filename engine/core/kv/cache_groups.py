@@ -160,7 +160,7 @@ class StateGroup(CacheGroup):
 
     def __init__(self, num_slots: int, block_size: int, checkpoint_tokens: int) -> None:
         super().__init__(num_slots, block_size)
-        self.pool.track_hits()
+        self.pool.rank_blocks()
         self._entry_tokens = checkpoint_tokens
         self._span = checkpoint_tokens // block_size  # blocks of an entry
 

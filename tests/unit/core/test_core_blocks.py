@@ -104,6 +104,7 @@ class TestBlockPool:
 
     def test_dispensable_blocks_are_evicted_first_in_the_order_of_their_release(self) -> None:
         pool = BlockPool(5)
+        pool.rank_blocks()
         hashes = block_hashes([*range(20)], 4)
         table = take_and_register(pool, hashes)
         pool.make_dispensable(table[1])
@@ -119,7 +120,7 @@ class TestBlockPool:
 
     def test_a_block_that_a_hit_has_taken_does_not_become_dispensable(self) -> None:
         pool = BlockPool(2)
-        pool.track_hits()
+        pool.rank_blocks()
         hashes = block_hashes(TOKENS[:8], 4)
         table = take_and_register(pool, hashes)
         pool.make_dispensable(table[0])
@@ -192,7 +193,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(10)
-        self.pool.track_hits()
+        self.pool.rank_blocks()
         self.tables: list[list[int]] = []
         self.content: dict[int, bytes] = {}  # of referenced blocks with a hash
 
