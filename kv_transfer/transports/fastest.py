@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 SLOW_GPU_BYTES_PER_S = 2e9  # PCIe and InfiniBand are ten times faster; a slower lane of a GPU goes through TCP
 START_TIMEOUT_S = 60.0
 
-_SETTLED = (PeerState.CONNECTED, PeerState.BROKEN)
-
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
     """Metadata of all transports."""
@@ -140,8 +138,11 @@ class FastestTransport:
             if PeerState.CONNECTED in states:
                 known.is_told = True
                 self._log_lane(known)
-        is_measured = all(route.transport is not self._staged or route.state in _SETTLED for route in known.routes)
-        if PeerState.CONNECTED in states and is_measured:
+        routes = zip(known.routes, states, strict=True)
+        measures_staged = any(
+            route.transport is self._staged and state is PeerState.CONNECTING for route, state in routes
+        )
+        if PeerState.CONNECTED in states and not measures_staged:
             return PeerState.CONNECTED
         return PeerState.CONNECTING if PeerState.CONNECTING in states else PeerState.BROKEN
 
