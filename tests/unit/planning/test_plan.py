@@ -68,14 +68,11 @@ def plan_of(
 
 def test_plans_and_engines_take_the_same_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are checked against it, and blocks get what is left of it."""
-
-    def kv_bytes() -> int:
-        plan = plan_of({"unified": {}}, {}, Machines(1, 140 * GB))
-        return sum(arena.num_bytes for arena in plan.fleets[0].arenas)
-
-    whole, share = kv_bytes(), usable_gpu_bytes
-    monkeypatch.setattr("baton.cluster.planning.plan.usable_gpu_bytes", lambda *given: share(*given) - 10 * GB)
-    assert 9 * GB < whole - kv_bytes() < 11 * GB
+    plans = [plan_of({"unified": {}}, {}, Machines(1, 140 * GB))]
+    monkeypatch.setattr("baton.cluster.planning.plan.usable_gpu_bytes", lambda *of: usable_gpu_bytes(*of) - 10 * GB)
+    plans.append(plan_of({"unified": {}}, {}, Machines(1, 140 * GB)))
+    whole, less = (sum(arena.num_bytes for arena in plan.fleets[0].arenas) for plan in plans)
+    assert 9 * GB < whole - less < 11 * GB
 
 
 ONE_NODE = Machines(8, 80 * GB, nodes=1)
