@@ -102,6 +102,10 @@ HANDOFF_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
         "Engines whose GPU memory is read slowly, probably through TCP.",
         lambda stats: sum(lane.is_slow for lane in stats.lanes),
     ),
+    "kv_staged_peers": (
+        "Engines whose GPU memory is read through pinned memory of both hosts, since that is the fastest lane.",
+        lambda stats: sum(lane.is_staged for lane in stats.lanes),
+    ),
 }
 HANDOFF_COUNTERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "kv_transfer_bytes_total": ("Bytes read from peers.", lambda stats: stats.bytes_read),

@@ -228,7 +228,7 @@ def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, tak
         return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     if device == "cpu":
         return CPU_KV_BYTES, "kv_cache_memory_bytes"
-    total = int(config.gpu_memory_utilization * machines.gpu_memory_bytes)
+    total = usable_gpu_bytes(config, machines.gpu_memory_bytes)
     return total - DRIVER_BYTES - taken, "gpu_memory_utilization"
 
 

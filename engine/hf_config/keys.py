@@ -30,6 +30,13 @@ class Keys:
             raise InvalidModelConfig(f"{self.file}: {name!r} must be from 1 to {maximum}, not {value}")
         return value
 
+    def count(self, name: str, default: int, maximum: int) -> int:
+        """Return a count of zero or more."""
+        value = self.optional_integer(name, default)
+        if value is None or not 0 <= value <= maximum:
+            raise InvalidModelConfig(f"{self.file}: {name!r} must be from 0 to {maximum}, not {value}")
+        return value
+
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
         value = self._get(name, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):

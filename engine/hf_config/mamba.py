@@ -124,6 +124,11 @@ def read_mamba(
     )
     if shape.count(MAMBA):  # else nobody reads its sizes: Granite 4's models with attention alone have some
         _check(shape, names)
+        if names.width is not None and shape.width != (width := _width(keys, names)):
+            raise InvalidModelConfig(
+                f"config.json: {names.num_heads} ({shape.num_heads}) heads of {names.head_dim} ({shape.head_dim}) are "
+                f"{shape.width} wide, and {names.width} or {names.expand} say {width}"
+            )
     return shape
 
 
@@ -131,10 +136,13 @@ def _head_dim(keys: Keys, names: MambaKeys, num_heads: int, default: int | None)
     value = keys.values.get(names.head_dim)
     if value not in (None, "auto") or default is not None:
         return keys.integer(names.head_dim, default)
+    return _width(keys, names) // num_heads
+
+
+def _width(keys: Keys, names: MambaKeys) -> int:
+    """Return the width of all heads together, by the keys that say it."""
     whole = None if names.width is None else keys.optional_integer(names.width)
-    if whole is None:
-        whole = keys.integer(names.expand, 2) * keys.integer("hidden_size")
-    return whole // num_heads
+    return keys.integer(names.expand, 2) * keys.integer("hidden_size") if whole is None else whole
 
 
 def _check(shape: MambaShape, names: MambaKeys) -> None:

@@ -57,7 +57,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
         top_k=keys.integer("moe_k", 6),
         top_k_key="moe_k",
         intermediate_size=width,
-        shared_intermediate_size=width * (keys.optional_integer("moe_num_shared_experts", 2) or 0),
+        shared_intermediate_size=width * keys.count("moe_num_shared_experts", 2, maximum=1024),
         renormalize=True,
         score_correction=True,
         correction_is_row=True,

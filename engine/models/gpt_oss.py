@@ -42,7 +42,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
         router_bias=True,
         expert_biases=True,
         gate_slope=keys.number("swiglu_alpha", 1.702),
-        gate_limit=keys.number("swiglu_limit", 7.0),
+        gate_limit=keys.optional_positive("swiglu_limit") or 7.0,
         up_shift=1.0,
         stored="transposed",
         sparse_layers=(True,) * num_layers,

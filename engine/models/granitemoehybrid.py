@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from baton.engine import layers
+from baton.engine.hf_config.errors import UnsupportedModel
 from baton.engine.hf_config.experts import ExpertsConfig
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import caches_of_blocks
@@ -96,7 +97,12 @@ def read_granite(keys: Keys, num_layers: int) -> MambaShape:
 
 
 def read_rotated_layers(keys: Keys, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
-    return () if keys.values.get("position_embedding_type") == "rope" else no_rotated_layers(keys, windows)
+    kind = keys.values.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise UnsupportedModel(
+            f"config.json: position_embedding_type {kind!r} is not supported, only 'rope', 'nope' or null"
+        )
+    return () if kind == "rope" else no_rotated_layers(keys, windows)
 
 
 FAMILY = Family(

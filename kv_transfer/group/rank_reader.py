@@ -26,7 +26,7 @@ from ..block_copies import device_blocks
 from ..codec import Id
 from ..descriptors import HeadSlice, arenas_of, assign_heads, block_ranges, slice_heads
 from ..errors import MalformedMessage, TransportError
-from ..transports import Lane, PeerHandle, PeerState, RangeTable, ReadHandle, ReadState, Transport
+from ..transports import Lane, PeerHandle, PeerState, RangeTable, ReadHandle, ReadState, Transport, slowest
 from .rpc import MAX_RANKS
 
 State = TypeVar("State", PeerState, ReadState)
@@ -185,8 +185,7 @@ class RankReader:
 
     def lane(self, peer: PeerHandle) -> Lane | None:
         """Return the slowest lane over which this rank reads the peer's ranks. None: none is connected."""
-        lanes = (self._transport.lane(source.peer) for source in self._peers[peer])
-        return min((lane for lane in lanes if lane is not None), key=lambda lane: lane.bytes_per_s or 0.0, default=None)
+        return slowest(self._transport.lane(source.peer) for source in self._peers[peer])
 
     def remove_peer(self, peer: PeerHandle) -> None:
         """Forget a peer. No read of it may be left."""

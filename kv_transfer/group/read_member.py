@@ -22,7 +22,7 @@ from ..codec import MAX_REASON_CHARS
 from ..errors import TransferError
 from ..pacing import POLL_IDLE_S, pause_s
 from ..settings import TransferSettings
-from ..transports import PeerHandle, PeerState, ReadHandle, ReadState
+from ..transports import Lane, PeerHandle, PeerState, ReadHandle, ReadState
 from ..transports.fastest import START_TIMEOUT_S, open_transport
 from .rank_reader import RankReader
 from .read_messages import (
@@ -49,7 +49,7 @@ class ReadHandler:
     def __init__(self, reader: RankReader, clock: Callable[[], float]) -> None:
         self._reader = reader
         self._clock = clock
-        self._peers: dict[PeerHandle, PeerState] = {}  # as last reported
+        self._peers: dict[PeerHandle, tuple[PeerState, Lane | None]] = {}  # as last reported
         self._running: set[ReadHandle] = set()
         self._releasing: dict[ReadHandle, tuple[ReadState, str]] = {}
         self._read_started_at = 0.0  # the newest read
@@ -92,7 +92,7 @@ class ReadHandler:
             self._read_started_at if self._running or self._releasing else None,
             None,
             device=self._reader.region.device,
-            warming_since=self._peer_added_at if PeerState.CONNECTING in self._peers.values() else None,
+            warming_since=self._peer_added_at if self._any_connecting else None,
             serving=serving,
         )
         # Report peers before reads, because rank 0 looks at the state of the peer when a read has failed.
@@ -107,14 +107,22 @@ class ReadHandler:
         except TransferError as error:
             yield PeerReport(order.peer, PeerState.BROKEN, str(error)[:MAX_REASON_CHARS])
         else:
-            self._peers[order.peer] = PeerState.CONNECTING
+            self._peers[order.peer] = PeerState.CONNECTING, None
             self._peer_added_at = self._clock()
 
     def _changed_peers(self) -> list[PeerReport]:
-        states = {peer: self._reader.peer_state(peer) for peer in self._peers}
-        changed = [PeerReport(peer, state) for peer, state in states.items() if state is not self._peers[peer]]
-        self._peers = states
+        reader, changed = self._reader, []
+        for peer, before in self._peers.items():
+            state = reader.peer_state(peer)
+            now = state, reader.lane(peer) if state is PeerState.CONNECTED else None
+            if now != before:
+                self._peers[peer] = now
+                changed.append(PeerReport(peer, state, lane=now[1]))
         return changed
+
+    @property
+    def _any_connecting(self) -> bool:
+        return any(state is PeerState.CONNECTING for state, _ in self._peers.values())
 
     def _settle_reads(self) -> list[ReadReport]:
         reports: list[ReadReport] = []

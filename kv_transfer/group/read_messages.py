@@ -2,7 +2,7 @@
 
 rank 0                              another rank
   AddPeer, RemovePeer ----------->
-  <------------------------------ PeerReport    whenever the state of a peer changes
+  <------------------------------ PeerReport    whenever the state of a peer, or its lane, changes
   StartRead --------------------->
   <------------------------------ ReadReport    when the read has ended, and again if it is released later
   MakeDigests, CompareBlocks ---->              (only if blocks are verified)
@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from ..codec import Id, Name, Reason
 from ..protocol.messages import MAX_DIGESTS_BYTES, MAX_METADATA_BYTES
-from ..transports import PeerState, ReadState
+from ..transports import Lane, PeerState, ReadState
 from .rank_reader import RankMemory
 from .rpc import Service
 
@@ -47,6 +47,7 @@ class PeerReport(msgspec.Struct, frozen=True, array_like=True, tag=10):
     peer: Id
     state: PeerState
     reason: Reason = ""  # why it is broken, if known
+    lane: Lane | None = None  # over which the rank reads it; None: it is not connected
 
 
 class ReadReport(msgspec.Struct, frozen=True, array_like=True, tag=11):

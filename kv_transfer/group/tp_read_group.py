@@ -22,7 +22,7 @@ from baton.engine.core.layout import UnevenHeads
 from ..channel import Channel
 from ..errors import RankLost, TransportError
 from ..protocol.messages import MAX_METADATA_BYTES
-from ..transports import Lane, PeerHandle, PeerState, ReadHandle, ReadState
+from ..transports import Lane, PeerHandle, PeerState, ReadHandle, ReadState, slowest
 from .rank_reader import RankMemory, RankReader, group_metadata, worst
 from .read_messages import (
     READS,
@@ -65,6 +65,7 @@ class RemoteRank:
         self._send = send
         self._clock = clock
         self._peers: dict[PeerHandle, PeerState] = {}
+        self._lanes: dict[PeerHandle, Lane | None] = {}
         self._reads: dict[ReadHandle, ReadReport] = {}
         self._checks: dict[CheckHandle, CheckReport | None] = {}
         self._ask_alive_at = 0.0
@@ -77,8 +78,12 @@ class RemoteRank:
     def peer_state(self, peer: PeerHandle) -> PeerState:
         return self._peers[peer]
 
+    def lane(self, peer: PeerHandle) -> Lane | None:
+        return self._lanes.get(peer)
+
     def remove_peer(self, peer: PeerHandle) -> None:
         del self._peers[peer]
+        self._lanes.pop(peer, None)
         self._send(RemovePeer(peer))
 
     def read(self, read: ReadHandle, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
@@ -132,6 +137,7 @@ class RemoteRank:
             case PeerReport():
                 if report.peer in self._peers:  # it may have been removed meanwhile
                     self._peers[report.peer] = report.state
+                    self._lanes[report.peer] = report.lane
                 if report.reason:
                     logger.warning("rank %d cannot reach a peer's memory: %s", self.rank, report.reason)
             case ReadReport():
@@ -195,8 +201,8 @@ class TpReadGroup:
         return worst(rank.peer_state(peer) for rank in self._ranks)
 
     def lane(self, peer: PeerHandle) -> Lane | None:
-        """Return the lane over which rank 0 reads the peer. Other ranks use the same kind."""
-        return self._own.lane(peer)
+        """Return the slowest lane over which a rank reads the peer. None: no rank is connected."""
+        return slowest(rank.lane(peer) for rank in self._ranks)
 
     @property
     def num_fallbacks(self) -> int:

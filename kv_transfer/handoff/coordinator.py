@@ -141,10 +141,11 @@ class HandoffCoordinator:
         self._effects.perform(self.receives.cancel(receive))
 
     def peers_changed(self, live: Collection[PeerInfo]) -> None:
-        for left in self.peers.changed(live, self._clock()):
+        for left in self.peers.not_among(live):
             self._effects.perform(
                 self.receives.peer_lost(left, f"engine {left.engine_id} (epoch {left.epoch}) left the cluster")
             )
+        self.peers.changed(live, self._clock())  # which ends the connections over which those that left were told
 
     # ------------------------------------------------------------------ messages, reads and time
 
@@ -241,7 +242,7 @@ class HandoffCoordinator:
         if peer is not None:
             where = f"{peer.key.engine_id} at {peer.address}"
             logger.warning("the connection to %s is lost: it ended, or is silent", where)
-            self._effects.perform(self.receives.peer_cut_off(peer.key, f"{where} ended, or is silent"))
+            self._effects.perform(self.receives.peer_lost(peer.key, f"{where} ended, or is silent"))
 
     def _on_read_event(self, event: ReadEvent) -> None:
         match event.outcome:

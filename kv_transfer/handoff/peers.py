@@ -96,6 +96,7 @@ class Peers:
             transport=lane.transport,
             bytes_per_s=rate,
             is_slow=lane.is_slow,
+            is_staged=lane.is_staged,
             num_reads=pace.num_reads,
             read_s=line,
         )
@@ -111,19 +112,22 @@ class Peers:
         """The time of the next handshake. Those repeated for reads are left out: reads are polled more often anyway."""
         return min((peer.handshake_at for peer in self._peers.values() if peer.status in _UNREADY), default=None)
 
-    def changed(self, live: Collection[PeerInfo], now: float) -> list[EngineKey]:
-        """Connect to new engines, and forget and return those that left."""
-        paired = {info.key: info for info in live if self._pairs(info)}
-        self._unpaired &= {info.key for info in live}
-        left = [peer.key for peer in self._peers.values() if peer.listed and peer.key not in paired]
-        for key in left:
+    def not_among(self, live: Collection[PeerInfo]) -> list[EngineKey]:
+        """Return the engines that the directory has listed and that have left."""
+        paired = {info.key for info in live if self._pairs(info)}
+        return [peer.key for peer in self._peers.values() if peer.listed and peer.key not in paired]
+
+    def changed(self, live: Collection[PeerInfo], now: float) -> None:
+        """Connect to new engines, and forget those that left."""
+        for key in self.not_among(live):
             self._forget(key)
+        self._unpaired &= {info.key for info in live}
+        paired = {info.key: info for info in live if self._pairs(info)}
         for info in paired.values():
             try:
                 self.connect(info.key, info.kv_address, now).listed = True
             except TransportError as error:
                 logger.warning("not paired with %s: %s", info.engine_id, error)
-        return left
 
     def connect(self, key: EngineKey, address: str, now: float) -> Peer:
         """Return the peer, connecting to it if it is new. Raises `TransportError` for an invalid address."""

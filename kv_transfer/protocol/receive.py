@@ -25,8 +25,7 @@ class ReceiveState(enum.Enum):
 
 class ReceiveEvent(enum.Enum):
     PEER_READY = "peer is ready"
-    PEER_LOST = "peer is lost"  # it gets no message any more
-    CUT_OFF = "peer is cut off"  # messages to it wait until the connection is restored
+    PEER_LOST = "peer is lost"  # it may be alive all the same, and gets our messages once it can be reached
     GRANT = "Granted"
     UNASKED = "Granted, Digests that nothing asked for"
     GROWN = "Grown"
@@ -109,7 +108,6 @@ def _stale(state: ReceiveState, *reactions: Reaction) -> ReceiveRow:
 RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow] = {
     (_RESERVED, _E.PEER_READY): ReceiveRow(_READING, (Reaction.ASK, Reaction.READ)),
     (_RESERVED, _E.PEER_LOST): _fails(ReceiveOutcome.LOST, Reaction.FAILED),
-    (_RESERVED, _E.CUT_OFF): _fails(ReceiveOutcome.LOST, Reaction.FAILED),
     (_RESERVED, _E.GRANT): _stale(_RESERVED),
     (_RESERVED, _E.UNASKED): _stale(_RESERVED),
     (_RESERVED, _E.GROWN): _stale(_RESERVED),
@@ -119,8 +117,7 @@ RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow] = {
     (_RESERVED, _E.CANCEL): _fails(ReceiveOutcome.CANCELLED, Reaction.FAILED),
     (_RESERVED, _E.CLOSE): _fails(ReceiveOutcome.FAILED, Reaction.FAILED),
     (_READING, _E.PEER_READY): _stays(_READING),
-    (_READING, _E.PEER_LOST): _fails(ReceiveOutcome.LOST, *_BY_THE_HOLDER),
-    (_READING, _E.CUT_OFF): _fails(ReceiveOutcome.LOST, *_BY_ITSELF),
+    (_READING, _E.PEER_LOST): _fails(ReceiveOutcome.LOST, *_BY_ITSELF),
     (_READING, _E.GRANT): _stays(_READING, Reaction.READ, Reaction.ASK_DIGESTS),
     (_READING, _E.UNASKED): _stale(_READING),
     (_READING, _E.GROWN): _stays(_READING, Reaction.READ, Reaction.ASK_DIGESTS),
@@ -139,7 +136,6 @@ RECEIVE_TABLE: dict[tuple[ReceiveState, ReceiveEvent], ReceiveRow] = {
     (_READING, _E.CLOSE): _fails(ReceiveOutcome.FAILED, *_BY_ITSELF),
     (_QUARANTINED, _E.PEER_READY): _stays(_QUARANTINED),
     (_QUARANTINED, _E.PEER_LOST): _stays(_QUARANTINED),
-    (_QUARANTINED, _E.CUT_OFF): _stays(_QUARANTINED),
     (_QUARANTINED, _E.GRANT): _stale(_QUARANTINED, Reaction.ABORT),
     (_QUARANTINED, _E.UNASKED): _stale(_QUARANTINED),
     (_QUARANTINED, _E.GROWN): _stale(_QUARANTINED),

@@ -123,11 +123,8 @@ class ReceiveTable:
         return actions
 
     def peer_lost(self, holder: EngineKey, reason: str) -> list[Action]:
+        """Fail all receives of a holder. It is told, since it may be alive and keep blocks for them."""
         return self._on_all(self._of(holder), ReceiveEvent.PEER_LOST, reason)
-
-    def peer_cut_off(self, holder: EngineKey, reason: str) -> list[Action]:
-        """Fail receives of a holder that may be alive, and gets our messages once the connection is restored."""
-        return self._on_all(self._of(holder), ReceiveEvent.CUT_OFF, reason)
 
     def on_message(self, message: FromHolder, now: float) -> list[Action]:
         receive = self._named_by(message)

@@ -14,6 +14,7 @@ class PeerLane(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     bytes_per_s: float | None  # rate of recent receives; before the first one, as measured at pairing
     is_slow: bool  # GPU memory comes so slowly that it probably goes through TCP
+    is_staged: bool = False  # GPU memory goes through pinned memory of both hosts
     num_reads: int = 0  # number of reads that were measured
     read_s: Line | None = None  # the time of a read by its number of blocks, on all ranks; None: not known
 

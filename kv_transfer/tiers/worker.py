@@ -115,12 +115,11 @@ class Disk:
         size = self._files.slot_bytes
         handle = start([ByteRange(slot * size, at * size, size) for slot, at in zip(slots, memory_slots, strict=True)])
         deadline = time.monotonic() + TRANSFER_TIMEOUT_S
-        while (state := self._transport.poll(handle)) is ReadState.RUNNING:
-            if time.monotonic() > deadline:
+        while (state := self._transport.poll(handle)) is ReadState.RUNNING or not self._transport.release(handle):
+            if time.monotonic() > deadline:  # it may still run, and use memory that the next transfer would use
                 self.failed = True
                 raise TransportError(f"{len(slots)} blocks were not transferred within {TRANSFER_TIMEOUT_S:g} s")
             time.sleep(POLL_S)
-        self._transport.release(handle)
         if state is ReadState.FAILED:
             raise TransportError(f"{len(slots)} blocks were not transferred as a whole")
 

@@ -7,12 +7,14 @@ read ──> RUNNING ──> DONE | FAILED ──> release (call it until it ret
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from ..codec import Name
 
 PeerHandle = int
 ReadHandle = int
@@ -45,9 +47,16 @@ class ReadState(enum.Enum):
 class Lane(msgspec.Struct, frozen=True):
     """The lane over which a peer's memory is read."""
 
-    transport: str  # its name
+    transport: Name
     bytes_per_s: float | None  # measured with a few MB when the peer is connected; None: not measured
     is_slow: bool = False  # GPU memory comes so slowly that it probably goes through TCP
+    is_staged: bool = False  # GPU memory goes through pinned memory of both hosts
+
+
+def slowest(lanes: Iterable[Lane | None]) -> Lane | None:
+    """Return the slowest of the lanes that there are, an unmeasured one first. None: there is none."""
+    known = [lane for lane in lanes if lane is not None]
+    return min(known, key=lambda lane: (not lane.is_slow, lane.bytes_per_s or 0.0), default=None)
 
 
 class Memory(Protocol):

@@ -32,6 +32,7 @@ from .. import codec
 from ..errors import NotRegistrable, TransportError
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
 from .common import RangeTable, check_ranges, use_device
+from .range_copies import ALIGNMENT, GpuCopies, GpuCopy
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +43,6 @@ NAME = "cuda_ipc"
 PROBE_BYTES = 8 << 20
 PROBE_COPIES = 64  # of `PROBE_BYTES` each: they take 0.3 ms within a GPU, 20 ms over PCIe
 NONCE_BYTES = 16
-ALIGNMENT = 16  # bytes; `kernels.block_copy.gpu` requires it of addresses and lengths
-LONG_RANGE_BYTES = 16 << 20  # from this average length on, ranges are copied one by one, shorter ones by one kernel
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _Offset = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -80,15 +79,14 @@ class _Peer:
     probe_events: list[torch.cuda.Event]  # before, between and after the two timed copies
     probe_bytes: int  # difference in size of the two copies
     nonce: torch.Tensor  # read from the peer's memory; valid once the probe has ended
-    tables: list[torch.Tensor | None]  # tables of ranges that the probe's kernels read
+    copies: list[GpuCopy]  # of the probe
     state: PeerState = PeerState.CONNECTING
     bytes_per_s: float | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class _Read:
-    ended: torch.cuda.Event
-    table: torch.Tensor | None  # table of ranges that the kernel reads
+    copy: GpuCopy
     state: ReadState = ReadState.RUNNING
 
 
@@ -131,7 +129,7 @@ class CudaIpcTransport:
         self._num_bytes = region.num_bytes
         self._address = region.address
         self._uuid = str(torch.cuda.get_device_properties(device).uuid)
-        self._stream = torch.cuda.Stream(device)
+        self._copies = GpuCopies(device)
         self._probe = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=region.device)
         self._scratch = torch.empty_like(self._probe)
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -143,8 +141,7 @@ class CudaIpcTransport:
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
-        self._tables: dict[int, list[torch.Tensor]] = {}  # free pinned tables, by their length
-        self._compile()
+        self._copies.compile(self._probe.data_ptr(), self._scratch.data_ptr())
 
     def metadata(self) -> bytes:
         return self._metadata
@@ -185,7 +182,7 @@ class CudaIpcTransport:
         known = self._peers[peer]
         table = check_ranges(ranges, self._num_bytes, known.metadata.blocks.num_bytes, known.metadata.name)
         try:
-            entry = self._copy(table + np.array((known.blocks.address, self._address, 0)))
+            entry = _Read(self._copies.begin(table + np.array((known.blocks.address, self._address, 0))))
         except RuntimeError as error:  # torch and Triton raise it for errors of the driver
             known.state = PeerState.BROKEN
             raise TransportError(f"the GPU refuses to copy from {known.metadata.name}: {error}") from error
@@ -197,7 +194,7 @@ class CudaIpcTransport:
         entry = self._reads[read]
         if entry.state is ReadState.RUNNING:
             try:
-                entry.state = ReadState.DONE if entry.ended.query() else ReadState.RUNNING
+                entry.state = ReadState.DONE if self._copies.has_ended(entry.copy) else ReadState.RUNNING
             except RuntimeError as error:  # a CUDA error: nothing runs on this device any more
                 logger.error("a copy between GPUs failed: %s", error)
                 entry.state = ReadState.FAILED
@@ -206,8 +203,6 @@ class CudaIpcTransport:
     def release(self, read: ReadHandle) -> bool:
         entry = self._reads[read]
         assert entry.state is not ReadState.RUNNING, "a read that runs may still write"
-        if entry.table is not None:
-            self._tables.setdefault(len(entry.table), []).append(entry.table)
         del self._reads[read]
         return True
 
@@ -215,14 +210,9 @@ class CudaIpcTransport:
         """Do nothing: peers read our memory without our help."""
 
     def close(self) -> None:
-        self._stream.synchronize()
+        self._copies.wait()
         for peer in list(self._peers):
             self.remove_peer(peer)
-
-    def _compile(self) -> None:
-        """Run the kernel once, so that no hand-off waits for its compilation."""
-        source, target = self._probe.data_ptr(), self._scratch.data_ptr()
-        self._launch(_rows((source, target, NONCE_BYTES), (source, target, NONCE_BYTES))).ended.synchronize()
 
     def _begin_probe(self, known: _Metadata, blocks: _Mapping, probe: _Mapping) -> _Peer:
         """Copy the nonce, then time two copies of blocks, of a few and of many: both take the same time to launch.
@@ -235,17 +225,22 @@ class CudaIpcTransport:
         size = min(PROBE_BYTES, known.blocks.num_bytes) // ALIGNMENT * ALIGNMENT
         starts = (copy % (known.blocks.num_bytes // size) * size for copy in range(PROBE_COPIES))
         pieces = _rows(*((blocks.address + start, self._scratch.data_ptr(), size) for start in starts))
-        parts = [self._launch(_rows((probe.address, nonce.data_ptr(), NONCE_BYTES))), self._launch(pieces)]
+        parts = [
+            self._copies.launch(_rows((probe.address, nonce.data_ptr(), NONCE_BYTES))),
+            self._copies.launch(pieces),
+        ]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        events[0].record(self._stream)
-        parts.append(self._launch(pieces[:1]))
-        events[1].record(self._stream)
-        parts.append(self._launch(pieces))
-        events[2].record(self._stream)
-        return _Peer(known, blocks, probe, events, size * (PROBE_COPIES - 1), nonce, [part.table for part in parts])
+        events[0].record(self._copies.stream)
+        parts.append(self._copies.launch(pieces[:1]))
+        events[1].record(self._copies.stream)
+        parts.append(self._copies.launch(pieces))
+        events[2].record(self._copies.stream)
+        return _Peer(known, blocks, probe, events, size * (PROBE_COPIES - 1), nonce, parts)
 
     def _judge_probe(self, peer: _Peer) -> None:
-        peer.tables.clear()
+        for copy in peer.copies:
+            self._copies.has_ended(copy)
+        peer.copies.clear()
         if bytes(peer.nonce.tolist()) != peer.metadata.nonce:
             logger.warning(
                 "the memory mapped through CUDA IPC is not that of %s: CUDA IPC is not used for it", peer.metadata.name
@@ -257,49 +252,6 @@ class CudaIpcTransport:
         milliseconds = many_ms - few_ms if many_ms > 2 * few_ms else many_ms  # else the first was held up
         peer.bytes_per_s = peer.probe_bytes / max(milliseconds, 1e-3) * 1e3
         peer.state = PeerState.CONNECTED
-
-    def _copy(self, pieces: RangeTable) -> _Read:
-        """Begin to copy `pieces`, rows of source address, target address and number of bytes."""
-        if pieces[:, 2].sum() >= LONG_RANGE_BYTES * len(pieces) or (pieces % ALIGNMENT).any():
-            return self._copy_one_by_one(pieces)
-        return self._launch(pieces)
-
-    def _copy_one_by_one(self, pieces: RangeTable) -> _Read:
-        from baton.kernels.p2p.cuda_ipc import DriverError, copy_async
-
-        try:
-            for source, target, num_bytes in pieces.tolist():
-                copy_async(target, source, num_bytes, int(self._stream.cuda_stream))
-        except DriverError as error:
-            raise RuntimeError(str(error)) from error
-        return _Read(self._mark(), None)
-
-    def _launch(self, pieces: RangeTable) -> _Read:
-        import torch
-
-        from baton.kernels.block_copy.gpu import copy_ranges
-
-        table = self._table(pieces)
-        with torch.cuda.stream(self._stream):
-            copy_ranges(table, len(pieces))
-        return _Read(self._mark(), table)
-
-    def _mark(self) -> torch.cuda.Event:
-        import torch
-
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
-
-    def _table(self, pieces: RangeTable) -> torch.Tensor:
-        """Return the ranges in a pinned table, whose length is rounded up to a power of two."""
-        import torch
-
-        length = 1 << (len(pieces) - 1).bit_length()
-        spare = self._tables.get(length)
-        table = spare.pop() if spare else torch.empty((length, 3), dtype=torch.int64, pin_memory=True)
-        table.numpy()[: len(pieces)] = pieces
-        return table
 
 
 def _shared(address: int, num_bytes: int) -> _Shared:

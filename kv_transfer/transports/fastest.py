@@ -1,12 +1,13 @@
-"""A transport made of two, which reads each peer over the faster one that works.
+"""A transport made of several, which reads each peer over the fastest one that works.
 
     network   NIXL or UCX: reaches every machine
     direct    CUDA IPC: GPUs of one machine
+    staged    through pinned memory of both hosts, if the others are slow and both ends have it
 
-    add_peer: both connect and time a few MB ──> CONNECTED as long as either is
-    read:     over the faster ──fails──> again over the other, and counted ──fails──> FAILED
+    add_peer: all connect and time a few MB ──> CONNECTED as long as one is
+    read:     over the fastest ──fails──> again over another, and counted ──fails──> FAILED
 
-Its name is the network transport's, since both ends must have that one, and either may lack the direct one.
+Its name is the network transport's, since both ends must have that one, and either may lack the others.
 `open_transport` makes the transport that the settings ask for.
 """
 
@@ -23,12 +24,15 @@ from msgspec import Meta
 
 from .. import codec
 from ..affinity import pin_thread
-from ..errors import NotRegistrable, TransportError
+from ..errors import MalformedMessage, NotRegistrable, TransportError
 from ..pacing import sleep_precisely
 from ..settings import TransferSettings
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState, Transport
+from .common import make_scratch, use_device
 from .cuda_ipc import CudaIpcTransport
 from .nixl import NixlTransport
+from .range_copies import ALIGNMENT, GpuCopies
+from .staged import BounceBuffers, StagedTransport
 from .ucx import UcxTransport
 
 logger = logging.getLogger(__name__)
@@ -38,11 +42,12 @@ START_TIMEOUT_S = 60.0
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """Metadata of both transports."""
+    """Metadata of all transports."""
 
     name: Annotated[str, Meta(max_length=4096)]
     network: bytes
     direct: bytes | None
+    staged: bytes | None = None
 
 
 _decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metadata of a peer")
@@ -50,7 +55,7 @@ _decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metad
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Route:
-    """A peer as one of the two transports reads it."""
+    """A peer as one of the transports reads it."""
 
     transport: Transport
     peer: PeerHandle
@@ -69,6 +74,7 @@ class _Route:
 class _Peer:
     name: str
     routes: list[_Route]  # the direct one first, so that it wins a tie
+    staged: bytes | None  # metadata with which it may be connected through host memory; None: not, or no longer
     is_told: bool = False  # the lane has been logged
 
     def best(self) -> _Route | None:
@@ -88,19 +94,22 @@ class _Read:
 
 
 class FastestTransport:
-    """A `Transport` made of two. Without `direct` it only adds logs of names and rates to the network transport."""
+    """A `Transport` made of several. With one it only adds logs of names and rates to the network transport."""
 
-    def __init__(self, network: Transport, direct: Transport | None, name: str, *, on_gpu: bool) -> None:
+    def __init__(
+        self, network: Transport, direct: Transport | None, name: str, *, on_gpu: bool, staged: Transport | None = None
+    ) -> None:
         """`name` is this engine's name in peers' logs. `on_gpu`: the memory is a GPU's, so a slow lane is a warning."""
         self.name = network.name
-        self._network, self._direct = network, direct
+        self._network, self._direct, self._staged = network, direct, staged
         self._on_gpu = on_gpu
-        known = _Metadata(name, network.metadata(), None if direct is None else direct.metadata())
+        of_direct, of_staged = (None if each is None else each.metadata() for each in (direct, staged))
+        known = _Metadata(name, network.metadata(), of_direct, of_staged)
         self._metadata = codec.encode(known)
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
-        self.num_fallbacks = 0  # reads that failed over the faster route and began again over the other
+        self.num_fallbacks = 0  # reads that failed over the fastest route and began again over another
 
     def metadata(self) -> bytes:
         return self._metadata
@@ -117,18 +126,41 @@ class FastestTransport:
                 self._network.remove_peer(routes[0].peer)
                 raise
         handle = next(self._ids)
-        self._peers[handle] = _Peer(known.name, routes)
+        self._peers[handle] = _Peer(known.name, routes, None if self._staged is None else known.staged)
         return handle
 
     def peer_state(self, peer: PeerHandle) -> PeerState:
         known = self._peers[peer]
         states = [route.state for route in known.routes]
-        if not known.is_told and PeerState.CONNECTED in states and PeerState.CONNECTING not in states:
-            known.is_told = True
-            self._log_lane(known)
-        if PeerState.CONNECTED in states:
+        if not known.is_told and PeerState.CONNECTING not in states:
+            if self._try_staged(known):
+                return PeerState.CONNECTING
+            if PeerState.CONNECTED in states:
+                known.is_told = True
+                self._log_lane(known)
+        routes = zip(known.routes, states, strict=True)
+        measures_staged = any(
+            route.transport is self._staged and state is PeerState.CONNECTING for route, state in routes
+        )
+        if PeerState.CONNECTED in states and not measures_staged:
             return PeerState.CONNECTED
         return PeerState.CONNECTING if PeerState.CONNECTING in states else PeerState.BROKEN
+
+    def _try_staged(self, peer: _Peer) -> bool:
+        """Connect a peer through host memory, too, if its other lanes are slow and both ends can, but only once."""
+        best, metadata = peer.best(), peer.staged
+        peer.staged = None
+        if self._staged is None or metadata is None or (best is not None and not self._is_slow(best.rate)):
+            return False
+        try:
+            peer.routes.append(_Route(self._staged, self._staged.add_peer(metadata)))
+        except (TransportError, MalformedMessage) as error:
+            logger.warning("%s is not read through host memory: %s", peer.name, error)
+            return False
+        return True
+
+    def _is_slow(self, rate: float) -> bool:
+        return self._on_gpu and 0 < rate < SLOW_GPU_BYTES_PER_S
 
     def lane(self, peer: PeerHandle) -> Lane | None:
         return self._lane_of(self._peers[peer])
@@ -166,14 +198,16 @@ class FastestTransport:
         return True
 
     def progress(self) -> None:
-        self._network.progress()
-        if self._direct is not None:
-            self._direct.progress()
+        for transport in self._transports:
+            transport.progress()
 
     def close(self) -> None:
-        if self._direct is not None:
-            self._direct.close()
-        self._network.close()
+        for transport in reversed(self._transports):
+            transport.close()
+
+    @property
+    def _transports(self) -> list[Transport]:
+        return [each for each in (self._network, self._direct, self._staged) if each is not None]
 
     def _begin(self, peer: _Peer, ranges: Ranges, route: _Route) -> _Read:
         """Begin a read, over the other route if this one refuses it. Raises `TransportError` if both do."""
@@ -215,15 +249,18 @@ class FastestTransport:
         route = peer.best()
         if route is None:
             return None
-        rate = route.rate
-        return Lane(route.transport.name, rate or None, self._on_gpu and 0 < rate < SLOW_GPU_BYTES_PER_S)
+        rate, is_staged = route.rate, route.transport is self._staged
+        return Lane(route.transport.name, rate or None, self._is_slow(rate), is_staged)
 
     def _log_lane(self, peer: _Peer) -> None:
         rates = ", ".join(f"{route.transport.name} {_shown(route)}" for route in peer.routes)
         lane = self._lane_of(peer)
         if lane is None:
             return
-        if lane.is_slow:
+        if lane.is_staged:
+            log = logger.warning if lane.is_slow else logger.info
+            log("GPU memory of %s is read through pinned memory of both hosts, the fastest way: %s", peer.name, rates)
+        elif lane.is_slow:
             logger.warning("GPU memory of %s is read slowly, probably through TCP: %s", peer.name, rates)
         else:
             logger.info("memory of %s is read over %s (%s)", peer.name, lane.transport, rates)
@@ -244,7 +281,8 @@ def open_transport(settings: TransferSettings, region: Memory, agent_name: str) 
     sleep_precisely()
     network = _network(settings, region, agent_name)
     direct = _direct(region, agent_name)
-    return FastestTransport(network, direct, agent_name, on_gpu=region.device != "cpu")
+    staged = _staged(settings, region, agent_name)
+    return FastestTransport(network, direct, agent_name, on_gpu=region.device != "cpu", staged=staged)
 
 
 def _network(settings: TransferSettings, region: Memory, agent_name: str) -> Transport:
@@ -265,3 +303,19 @@ def _direct(region: Memory, agent_name: str) -> Transport | None:
     except NotRegistrable as error:
         logger.warning("peers on this machine will read these blocks over the network: %s", error)
         return None
+
+
+def _staged(settings: TransferSettings, region: Memory, agent_name: str) -> Transport | None:
+    """Return the transport through host memory. None: the blocks are in it, or it is not wanted or cannot be had."""
+    gpu = use_device(region.device)
+    if gpu is None or settings.buffer != "auto" or settings.transport != "nixl":
+        return None
+    try:
+        buffers = BounceBuffers.allocate(region.device)
+        network = NixlTransport(buffers, f"{agent_name}:staged", settings.backends)
+    except TransportError as error:
+        logger.warning("peers with slow lanes will not be read through pinned memory: %s", error)
+        return None
+    scratch, copies = make_scratch(region.device), (GpuCopies(gpu), GpuCopies(gpu))
+    copies[0].compile(scratch.address, scratch.address + ALIGNMENT)
+    return StagedTransport(region, network, buffers, *copies, scratch)

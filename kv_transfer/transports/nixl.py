@@ -16,6 +16,7 @@ Properties of NIXL 1.5 with UCX 1.23 that shaped this file:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -39,6 +40,7 @@ from .ucx_process import LOST_TCP, UcxLog, environment_defaults
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 0.1
+MAX_MESSAGES = 4096  # that have come and that nobody has taken; older ones are dropped
 
 T = TypeVar("T")
 _Memory = Literal["DRAM", "VRAM"]  # NIXL's names
@@ -101,6 +103,7 @@ class NixlTransport:
             raise TransportError(f"NIXL has no backend {', '.join(missing)} here; available: {available}")
         self.name = nixl_name(backends)
         self._backends = list(backends)
+        self._region = region  # its memory may be registered for as long as this object lives
         self._address = region.address
         self._num_bytes = region.num_bytes
         self._scratch = make_scratch(region.device)
@@ -115,6 +118,10 @@ class NixlTransport:
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
         self._lingering: list[Any] = []  # reads into the scratch that are not released yet
+        self._known: collections.Counter[str] = collections.Counter()  # how often each agent was added
+        self._arrived: collections.deque[tuple[str, bytes]] = collections.deque(
+            maxlen=MAX_MESSAGES
+        )  # with their senders
         self._log_ucx()
         logger.info("NIXL agent %s: %s, %.1f MB of %s", agent_name, backends, self._num_bytes / 1e6, self._memory)
 
@@ -128,13 +135,12 @@ class NixlTransport:
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         known = _decode_metadata(metadata)
-        name = self._asking("cannot load a peer's metadata", self.agent.add_remote_agent, known.nixl)
-        name = name.decode() if isinstance(name, bytes) else name
+        name = self._load(known)
         peer = _Peer(name, known, warm_read=None)
         try:
             peer.warm_read = self._into_scratch(peer, WARM_BYTES)
         except TransportError:
-            self._forget(name)
+            self.part_with(name)
             raise
         peer.state = self._begin_warming(peer)
         handle = next(self._ids)
@@ -163,7 +169,7 @@ class NixlTransport:
             self._lingering.append(known.warm_read)  # it still runs, but writes only into the scratch
         elif known.warm_read is not None:
             self._drop(known.warm_read)
-        self._forget(known.name)
+        self.part_with(known.name)
         self._log_ucx()
 
     def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
@@ -200,8 +206,33 @@ class NixlTransport:
         del self._reads[read]
         return True
 
+    def introduce(self, metadata: bytes) -> str:
+        """Return the name of the agent with this metadata, which can be sent messages until `part_with`."""
+        return self._load(_decode_metadata(metadata))
+
+    def part_with(self, name: str) -> None:
+        self._known[name] -= 1
+        if self._known[name] > 0:
+            return
+        del self._known[name]
+        try:
+            self.agent.remove_remote_agent(name)
+        except self._errors as error:
+            logger.warning("NIXL could not forget peer %s: %s", name, error)
+
+    def send(self, name: str, message: bytes) -> None:
+        """Send a message to an agent that was introduced. Raises `TransportError`."""
+        self._asking(f"cannot send a message to {name}", self.agent.send_notif, name, message)
+
+    def messages(self) -> list[tuple[str, bytes]]:
+        """Return the messages that have come since the last call, each with its sender's name. Makes progress."""
+        self.progress()
+        arrived = list(self._arrived)
+        self._arrived.clear()
+        return arrived
+
     def progress(self) -> None:
-        self._error_latch.call(self.agent.get_new_notifs)
+        self._error_latch.call(self._take_notifications)
         self._lingering = [h for h in self._lingering if self._state_of(h) is ReadState.RUNNING or not self._let_go(h)]
 
     def close(self) -> None:
@@ -296,11 +327,15 @@ class NixlTransport:
         if not self._let_go(handle):
             self._lingering.append(handle)
 
-    def _forget(self, name: str) -> None:
-        try:
-            self.agent.remove_remote_agent(name)
-        except self._errors as error:
-            logger.warning("NIXL could not forget peer %s: %s", name, error)
+    def _load(self, metadata: _Metadata) -> str:
+        name = self._asking("cannot load a peer's metadata", self.agent.add_remote_agent, metadata.nixl)
+        name = name.decode() if isinstance(name, bytes) else name
+        self._known[name] += 1
+        return name
+
+    def _take_notifications(self) -> None:
+        for name, messages in self.agent.get_new_notifs().items():
+            self._arrived += [(name, message) for message in messages]
 
     def _asking(self, what: str, call: Callable[..., T], *arguments: object) -> T:
         try:

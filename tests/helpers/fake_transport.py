@@ -31,6 +31,7 @@ class TransportFaults:
     corrupt: float = 0.0  # one byte of one range is changed
     refuse: float = 0.0  # `read` raises
     break_peer: float = 0.0  # connecting fails
+    lose: float = 0.0  # a message does not arrive
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
@@ -54,6 +55,15 @@ class FakeFabric:
         self.faults = faults or TransportFaults()
         self.on_write: Callable[[str, int, int], None] = lambda agent, offset, num_bytes: None
         self._memories: dict[str, bytearray] = {}
+        self._messages: dict[str, list[tuple[str, bytes]]] = {}
+
+    def post(self, sender: str, name: str, message: bytes) -> None:
+        """Deliver a message between agents, at once and in order, unless the dial loses it."""
+        if name in self._memories and self.rng.random() >= self.faults.lose:
+            self._messages.setdefault(name, []).append((sender, message))
+
+    def take_messages(self, name: str) -> list[tuple[str, bytes]]:
+        return self._messages.pop(name, [])
 
     def attach(self, name: str, memory: bytearray, bytes_per_s: float | None = None) -> FakeTransport:
         self._memories[name] = memory
@@ -214,3 +224,19 @@ class FakeTransport:
                 raise TransportError(f"{piece} is outside the {len(remote)} bytes of {source}")
             if local is not None and not 0 <= piece.local <= len(local) - piece.num_bytes:
                 raise TransportError(f"{piece} is outside our {len(local)} bytes")
+
+
+class FakeHostNetwork(FakeTransport):
+    """A `HostNetwork` of a `FakeFabric`, which knows the memory of every agent."""
+
+    def introduce(self, metadata: bytes) -> str:
+        return _decode_metadata(metadata).name
+
+    def part_with(self, name: str) -> None:
+        pass
+
+    def send(self, name: str, message: bytes) -> None:
+        self._fabric.post(self._agent, name, message)
+
+    def messages(self) -> list[tuple[str, bytes]]:
+        return self._fabric.take_messages(self._agent)

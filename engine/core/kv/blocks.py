@@ -3,7 +3,10 @@
     refs[b] > 0     referenced: by that many owners (requests, held offers, quarantined receives, copies to a tier)
     refs[b] == 0    free, and a link of one doubly linked list in eviction order:
 
-        head -> worthless blocks (no lookup finds their content) -> cached ones, least recently released first -> tail
+        head -> worthless blocks (no lookup finds their content) -> dispensable cached ones -> other cached ones -> tail
+
+The cached ones of either kind are in the order of their release. Only checkpoints of states are ever dispensable
+(`cache_groups.StateGroup`), and none that is protected, as those are that a prefix hit has taken.
 
 A cached block is a block with a hash. It keeps the hash while it is free, so "cached" and "free" are the same memory: a
 prefix hit takes it out of the middle of the list, an allocation takes the head and forgets its hash.
@@ -47,10 +50,13 @@ class BlockPool:
         self._watchers: list[BlockWatcher] = []
         self.num_registered = 0  # blocks that were ever added to the prefix cache: the number of the next one
         self._new_blocks: dict[int, tuple[int, BlockHash]] | None = None  # number and hash of each block not taken yet
-        # The list's links are in the pool's own arrays. Entry `num_blocks` is both ends.
-        self._end = num_blocks
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._previous = [num_blocks, *range(num_blocks)]
+        self._dispensable: set[int] = set()
+        self._protected: set[int] | None = None  # blocks that cannot become dispensable; None: no block can
+        # The list's links are in the pool's own arrays. Entry `num_blocks` is both ends; the one behind it lies between
+        # dispensable blocks and other cached ones.
+        self._end, self._divider = num_blocks, num_blocks + 1
+        self._next = [*range(1, num_blocks), self._divider, 0, self._end]
+        self._previous = [self._end, *range(num_blocks - 1), self._divider, num_blocks - 1]
 
     def find_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Return the blocks of the longest cached prefix of a chain of hashes."""
@@ -79,6 +85,9 @@ class BlockPool:
         """Reference the cached blocks `prefix`, and allocate the rest of a table of `num_blocks`; see `fits`."""
         for block in prefix:
             self.reference(block)
+        if self._protected is not None:
+            for block in prefix:
+                self.protect(block)
         return [*prefix, *self.allocate(num_blocks - len(prefix), after=prefix[-1] if prefix else NO_BLOCK)]
 
     def allocate(self, count: int, after: int = NO_BLOCK) -> list[int]:
@@ -90,26 +99,29 @@ class BlockPool:
         if count > self.num_free:
             raise BlockPoolCorrupted(f"{count} blocks were asked for and {self.num_free} are free: callers look first")
         taken: list[int] = []
-        seed = after + 1 if self._is_worthless(after + 1) else self._next[self._end]
+        seed = after + 1 if self._is_worthless(after + 1) else self._head
         while len(taken) < count:
             for block in self._run_through(seed, count - len(taken)):
                 self._unlink(block)
                 self._forget(block)
                 self._refs[block] = 1
                 taken.append(block)
-            seed = self._next[self._end]
+            seed = self._head
         return sorted(taken)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block, the last block first: so the beginnings of prefixes survive longest."""
-        refs, hashes = self._refs, self._hashes
+        refs, hashes, has_ranks = self._refs, self._hashes, self._protected is not None
         self.num_dropped += len(blocks)
         for block in reversed(blocks):
             if refs[block] < 1:
                 raise BlockPoolCorrupted(f"block {block} was released more often than taken")
             refs[block] -= 1
             if refs[block] == 0:
-                self._link(block, before=self._next[self._end] if hashes[block] is None else self._end)
+                if has_ranks:
+                    self._link_by_rank(block)
+                else:
+                    self._link(block, before=self._next[self._end] if hashes[block] is None else self._end)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
         """Add a full block to the prefix cache, unless that has another block with the same content."""
@@ -128,10 +140,37 @@ class BlockPool:
             raise BlockPoolCorrupted(f"block {block} has {self._refs[block]} owners, and one of them would write it")
         self._forget(block)
 
+    def forget_free(self, block_hash: BlockHash) -> None:
+        """Take the block with this hash, if there is one and it is free, out of the prefix cache."""
+        block = self._block_of.get(block_hash)
+        if block is not None and self._refs[block] == 0:
+            self._forget(block)
+            self._unlink(block)
+            self._link_by_rank(block)
+
+    def rank_blocks(self) -> None:
+        """Allow dispensable blocks, and protect those that prefix hits take from now on."""
+        self._protected = set()
+
+    def protect(self, block: int) -> None:
+        """Rule out that a block in use becomes dispensable, as long as it has its content."""
+        assert self._protected is not None, "the pool ranks blocks"
+        self._dispensable.discard(block)
+        self._protected.add(block)
+
+    def make_dispensable(self, block: int) -> None:
+        """Have a block, which is cached or in use, evicted before other cached ones, unless it is protected."""
+        assert self._protected is not None, "the pool ranks blocks"
+        if block not in self._dispensable and block not in self._protected:
+            self._dispensable.add(block)
+            if self._refs[block] == 0:
+                self._unlink(block)
+                self._link_by_rank(block)
+
     @property
-    def has_worthless(self) -> bool:
-        """Return whether some free block holds nothing that a lookup could find."""
-        return self._is_worthless(self._next[self._end])
+    def has_dispensable(self) -> bool:
+        """Return whether some free block is dispensable, or holds nothing that a lookup could find."""
+        return self._next[self._end] != self._divider
 
     def track_new_blocks(self) -> None:
         """Record the blocks that enter the prefix cache from now on, for `take_new_block`."""
@@ -186,7 +225,7 @@ class BlockPool:
         free = self._walk()
         referenced = sum(count > 0 for count in self._refs)
         by_hash = {block: block_hash for block_hash, block in self._block_of.items()}
-        worthless_first = [self._hashes[block] is not None for block in free]
+        ranks = [0 if self._hashes[block] is None else 2 - (block in self._dispensable) for block in free]
         rules = {
             "free + referenced == total": len(free) + referenced == self.num_blocks,
             "the count of free blocks is right": len(free) == self.num_free,
@@ -194,7 +233,10 @@ class BlockPool:
             "no count is negative": min(self._refs) >= 0,
             "hashes map one to one": by_hash
             == {block: block_hash for block, block_hash in enumerate(self._hashes) if block_hash is not None},
-            "worthless blocks go first": all(a <= b for a, b in pairwise(worthless_first)),
+            "worthless blocks go first, then dispensable ones": all(a <= b for a, b in pairwise(ranks)),
+            "only blocks with content are dispensable": all(
+                self._refs[block] > 0 or self._hashes[block] is not None for block in self._dispensable
+            ),
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         if broken:
@@ -206,9 +248,16 @@ class BlockPool:
         while block != self._end:
             if self._previous[self._next[block]] != block or len(free) > self.num_blocks:
                 raise BlockPoolCorrupted(f"the free list is broken at block {block}")
-            free.append(block)
+            if block != self._divider:
+                free.append(block)
             block = self._next[block]
         return free
+
+    @property
+    def _head(self) -> int:
+        """The free block to evict first; only if there is one."""
+        first = self._next[self._end]
+        return first if first != self._divider else self._next[first]
 
     def _run_through(self, seed: int, limit: int) -> range:
         first = last = seed
@@ -222,6 +271,9 @@ class BlockPool:
         return 0 <= block < self.num_blocks and self._refs[block] == 0 and self._hashes[block] is None
 
     def _forget(self, block: int) -> None:
+        if self._protected is not None:
+            self._dispensable.discard(block)
+            self._protected.discard(block)
         block_hash = self._hashes[block]
         if block_hash is not None:
             del self._block_of[block_hash]
@@ -230,6 +282,14 @@ class BlockPool:
                 watcher.evicted(block_hash)
             if self._new_blocks is not None:
                 self._new_blocks.pop(block, None)
+
+    def _link_by_rank(self, block: int) -> None:
+        """Link a free block where it belongs in the order of eviction, dispensable or not."""
+        if self._hashes[block] is None:
+            self._forget(block)
+            self._link(block, before=self._next[self._end])
+        else:
+            self._link(block, before=self._divider if block in self._dispensable else self._end)
 
     def _link(self, block: int, before: int) -> None:
         previous = self._previous[before]

@@ -14,6 +14,11 @@ Every step reads and writes the slot of a StateGroup's last entry, until the ent
 the slot is a checkpoint, with the hash of the block that ends there: the first step of the next entry reads it and
 writes to a slot of its own. A prefix hit reads another request's checkpoint in the same way, so nothing is ever copied.
 Checkpoints are only a cache: if no slot is free, the next entry continues in the slot of the entry before.
+
+Slots are fewer than the entries that the other groups keep, since a state takes more memory than the blocks of an
+entry. So a checkpoint becomes dispensable once its sequence has a later one: most hits continue whole sequences. It
+does not if a request has continued from it, or if one has diverged from others before the next checkpoint. And a
+checkpoint goes with the block that ends there, without which no hit reaches it.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from .blocks import BlockPool
 
 NOT_CACHED = NOT_KEPT
 IN_TIERS = NOT_CACHED - 1  # not in the pool, but a tier can restore it
-FIRST_CHECKPOINT_TOKENS = 8  # a step keeps no state after fewer tokens of a chunk than this (`kernels.state_batch`)
+FIRST_CHECKPOINT_TOKENS = 8  # a chunk keeps no state after fewer tokens than this, except after its last (`LEAST_CUT`)
 
 
 class CacheGroup(abc.ABC):
@@ -155,6 +160,7 @@ class StateGroup(CacheGroup):
 
     def __init__(self, num_slots: int, block_size: int, checkpoint_tokens: int) -> None:
         super().__init__(num_slots, block_size)
+        self.pool.rank_blocks()
         self._entry_tokens = checkpoint_tokens
         self._span = checkpoint_tokens // block_size  # blocks of an entry
 
@@ -182,6 +188,14 @@ class StateGroup(CacheGroup):
         for entry in range(max(blocks.start // self._span, first_kept), blocks.stop // self._span):
             if table[entry] != NOT_CACHED:
                 self.pool.register(table[entry], hashes[self.last_block(entry)])
+                self._supersede(entry, hashes)
+
+    def _supersede(self, entry: int, hashes: Sequence[BlockHash]) -> None:
+        """Make the last checkpoint before this entry's dispensable."""
+        earlier = (self.pool.find_block(hashes[self.last_block(each)], NOT_CACHED) for each in reversed(range(entry)))
+        superseded = next((slot for slot in earlier if slot != NOT_CACHED), None)
+        if superseded is not None:
+            self.pool.make_dispensable(superseded)
 
     def num_entries(self, num_blocks: int) -> int:
         return num_blocks // self._span
@@ -202,7 +216,8 @@ class StateGroup(CacheGroup):
 
         The table's last slot either stays as a checkpoint, or moves to the last entry and leaves NOT_CACHED. If `keeps`
         is set, states are also kept at the ends of entries: at the last end, and before entry `wanted`, wherever a slot
-        can be had; at other ends only in slots without content, so that a long prompt evicts few checkpoints of others.
+        can be had. States at other ends are dispensable, and kept only in slots that are empty or hold such a state: so
+        a long prompt evicts no checkpoint that is more likely to be hit.
         """
         current, last = len(table) - 1, (end - 1) // self._entry_tokens
         if last == current:
@@ -213,20 +228,46 @@ class StateGroup(CacheGroup):
         ends = sorted(range(current, last), key=lambda entry: (entry != last - 1, entry + 1 != wanted))
         for entry in ends if keeps else ():
             may_evict = entry in (last - 1, wanted - 1)
-            has_slot = self.pool.num_free > 0 if may_evict else self.pool.has_worthless
-            if has_slot and entry not in slots and self._can_be_kept(entry, start):
+            has_slot = self.pool.num_free > 0 if may_evict else self.pool.has_dispensable
+            if has_slot and entry not in slots:
                 slots[entry] = self.pool.allocate(1)[0]
         if current in slots:
             final = slots[current]
         else:
             self.pool.forget(table[current])
             final, table[current] = table[current], NOT_CACHED
+        if wanted - 1 in slots:
+            self.pool.protect(table[current] if wanted - 1 == current else slots[wanted - 1])
         return [*(slots.get(entry, NOT_CACHED) for entry in range(current + 1, last)), final]
 
-    def _can_be_kept(self, entry: int, start: int) -> bool:
-        """Return whether a step that starts at token `start` can keep the state at the end of an entry, or has it."""
-        missing = (entry + 1) * self._entry_tokens - start
-        return missing == 0 or missing >= FIRST_CHECKPOINT_TOKENS
+    def chunk_end(self, start: int, end: int, num_tokens: int) -> int:
+        """Return where a chunk from token `start` ends, at most at `end`, so that every end of an entry can be kept.
+
+        A chunk keeps no state after its first few tokens. So one that begins right before the end of an entry ends
+        there, and one that is not the last of `num_tokens` ends far enough before the next end of an entry.
+        """
+        to_first = self._entry_tokens - start % self._entry_tokens
+        if to_first < FIRST_CHECKPOINT_TOKENS:
+            return min(end, start + to_first)
+        to_next = -end % self._entry_tokens
+        if end < num_tokens and 0 < to_next < FIRST_CHECKPOINT_TOKENS:
+            earlier = end - (FIRST_CHECKPOINT_TOKENS - to_next)
+            return earlier if earlier > start else end
+        return end
+
+
+class DropCheckpoints:
+    """Drops checkpoints of states when the block that ends there is evicted, since no hit can reach them any more."""
+
+    def __init__(self, pools: Sequence[BlockPool]) -> None:
+        self._pools = pools
+
+    def stored(self, block_hash: BlockHash) -> None:
+        pass
+
+    def evicted(self, block_hash: BlockHash) -> None:
+        for pool in self._pools:
+            pool.forget_free(block_hash)
 
 
 def make_groups(configs: Sequence[CacheGroupConfig], block_size: int) -> list[CacheGroup]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..prefix import BlockHash, extend_block_hashes
 from ..requests.request import Request
 from ..tiers import KVTiers
-from .cache_groups import IN_TIERS, CacheGroup, FullGroup, StateGroup
+from .cache_groups import IN_TIERS, CacheGroup, DropCheckpoints, FullGroup, StateGroup
 from .table_starts import Shortage, TableStart
 
 MOST_KNOWN = 16  # lookups to remember: at least as many as there are requests examined near the queue's head
@@ -78,6 +78,8 @@ class RequestMemory:
         self._known: dict[Request, _CachedLookup] = {}  # lookups of requests without blocks, oldest first
         for pool in self._pools:
             pool.watch(self)
+        for number in self._full[:1] if self._states else ():
+            self._pools[number].watch(DropCheckpoints([group.pool for _, group in self._states]))
 
     def lookup(self, request: Request) -> PrefixLookup:
         """Find the request's longest cached prefix.
@@ -272,6 +274,12 @@ class RequestMemory:
         for number, group in self._states:
             capacity = min(capacity, len(tables[number]) * group.entry_tokens)
         return capacity
+
+    def chunk_end(self, request: Request, end: int) -> int:
+        """Return where the request's next chunk ends, at most at token `end`: where all its checkpoints can be kept."""
+        for _, group in self._states if self._caching else ():
+            end = group.chunk_end(request.num_computed, end, request.num_tokens)
+        return end
 
     def extend_states(self, request: Request, end: int) -> list[list[int]]:
         """Add to the request's tables the slots needed to compute its tokens up to `end` in one step.

@@ -102,7 +102,7 @@ class Scheduler:
             clock,
             self.drafting,
         )
-        self.steps = StepsInFlight(config.max_num_batched_tokens)
+        self.steps = StepsInFlight(config.max_num_batched_tokens, self.memory)
         self._meter = StepMeter()
         self._clock = clock
         self._num_drawn = 0  # tokens, ever

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..kv.request_memory import RequestMemory
 from ..prefix import BlockHash
 from ..requests.drafting import Drafting
 from ..requests.request import Request
@@ -32,6 +33,7 @@ class StepBuilder:
         "_drafted_requests",
         "_longer",
         "_longer_requests",
+        "_memory",
         "_row_starts",
         "budget",
         "filled_blocks",
@@ -41,8 +43,9 @@ class StepBuilder:
         "step",
     )
 
-    def __init__(self, step: int, budget: int) -> None:
+    def __init__(self, step: int, budget: int, memory: RequestMemory) -> None:
         self.step = step
+        self._memory = memory
         self.budget = budget
         self.filled_blocks: set[BlockHash] = set()  # blocks that its chunks fill: later starters may have them as hits
         self.started: list[Request] = []
@@ -69,8 +72,8 @@ class StepBuilder:
         self.add(request, new_blocks)
 
     def end_of(self, request: Request) -> int:
-        """Return how many tokens of the request would be computed if it used the whole budget."""
-        return min(request.num_tokens, request.num_computed + self.budget)
+        """Return how many tokens of the request would be computed if it used as much of the budget as it may."""
+        return self._memory.chunk_end(request, min(request.num_tokens, request.num_computed + self.budget))
 
     def add(self, request: Request, new_blocks: list[list[int]] = NO_BLOCKS) -> None:
         """Plan as many of the request's next tokens as the budget allows, and count them as computed."""
@@ -175,7 +178,8 @@ class StepInFlight(NamedTuple):
 class StepsInFlight:
     """Steps that are planned and have no result yet, oldest first. Results come in the order of the plans."""
 
-    def __init__(self, max_num_tokens: int) -> None:
+    def __init__(self, max_num_tokens: int, memory: RequestMemory) -> None:
+        self._memory = memory
         self.num_planned = 0  # steps so far; also the number of the next one
         self._max_num_tokens = max_num_tokens
         self._steps: deque[StepInFlight] = deque()
@@ -189,7 +193,7 @@ class StepsInFlight:
         return sum(step.num_prompt_tokens for step in self._steps)
 
     def begin(self) -> StepBuilder:
-        return StepBuilder(self.num_planned, self._max_num_tokens)
+        return StepBuilder(self.num_planned, self._max_num_tokens, self._memory)
 
     def enter(
         self, builder: StepBuilder, freed_rows: list[int], *, constrained: bool, drafting: Drafting | None = None

@@ -201,6 +201,7 @@ def test_status_shows_over_what_engines_read_each_other_and_marks_slow_ways() ->
     rank["reads_from"] = [
         lane | {"engine_id": "prefill-b"},
         lane | {"engine_id": "prefill-c", "transport": "nixl/UCX", "bytes_per_s": 4e8, "is_slow": True},
+        lane | {"engine_id": "prefill-d", "transport": "nixl/UCX staged", "bytes_per_s": 1.1e10, "is_staged": True},
     ]
     told = io.StringIO()
     print_ranks(Console(file=told, width=80), {"data": [rank], "gateways": [], "starting": []})
@@ -208,6 +209,7 @@ def test_status_shows_over_what_engines_read_each_other_and_marks_slow_ways() ->
     assert lines == [
         ["decode-a", "prefill-b", "cuda_ipc", "340.0"],
         ["decode-a", "prefill-c", "nixl/UCX", "0.4:", "TCP?"],
+        ["decode-a", "prefill-d", "nixl/UCX", "staged", "11.0"],
     ]
 
 

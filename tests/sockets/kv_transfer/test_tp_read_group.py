@@ -25,7 +25,7 @@ from baton.kv_transfer.group.read_messages import READS, CompareBlocks, MakeDige
 from baton.kv_transfer.group.rpc import GiveUp, GroupMember, GroupSocket, MemberThread
 from baton.kv_transfer.group.tp_read_group import ASK_ALIVE_EVERY_S, MAX_UNANSWERED, TpReadGroup, gather
 from baton.kv_transfer.protocol.messages import MAX_METADATA_BYTES
-from baton.kv_transfer.transports import PeerState, ReadState
+from baton.kv_transfer.transports import Lane, PeerState, ReadState
 
 from ...helpers.fake_channel import FakeChannel, FakeNetwork
 from ...helpers.fake_transport import FakeFabric
@@ -111,6 +111,20 @@ def test_a_read_of_a_group_is_done_when_all_its_ranks_are(group: Group) -> None:
     assert reads.release(read)
     assert reads.num_bytes == 3 * LAYOUT.block_bytes
     assert reads.num_descriptors == 2 * 3
+
+
+@pytest.mark.parametrize(("rates", "slow"), [((40e9, 0.4e9), 0.4e9), ((0.4e9, 40e9), 0.4e9), ((40e9, 30e9), 30e9)])
+def test_the_lane_of_a_peer_is_that_of_the_slowest_rank(
+    group: Group, rates: tuple[float, float], slow: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lane(reader: RankReader, peer: int) -> Lane:
+        return Lane("t", rates[reader.rank], is_slow=rates[reader.rank] < 1e9)
+
+    monkeypatch.setattr(RankReader, "lane", lane)
+    reads = group.together()
+    peer = reads.add_peer(group.a_peer())
+    group.pass_time(reads, 0.5)
+    assert reads.lane(peer) == Lane("t", slow, is_slow=slow < 1e9)
 
 
 def test_reads_that_fall_back_on_another_rank_are_counted(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

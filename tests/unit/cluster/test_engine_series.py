@@ -38,6 +38,7 @@ def test_an_engine_exports_its_state_its_hand_offs_and_its_tiers() -> None:
         lanes=[
             PeerLane(engine_id="prefill-0", transport="nixl/UCX", bytes_per_s=4e8, is_slow=True),
             PeerLane(engine_id="prefill-9", transport="cuda_ipc", bytes_per_s=None, is_slow=False),
+            PeerLane(engine_id="p", transport="nixl/UCX staged", bytes_per_s=None, is_slow=False, is_staged=True),
         ],
     )
     stats = msgspec.structs.replace(
@@ -72,6 +73,7 @@ EXPECTED = {
     "kv_transfer_seconds_total": 0.5,
     "kv_read_fallbacks_total": 6,
     "kv_slow_peers": 1,
+    "kv_staged_peers": 1,
     "kv_peer_bytes_per_second prefill-0 nixl/UCX": 4e8,
     "kv_tier_blocks disk": 8,
     "kv_tier_failures_total slow": 9,

@@ -102,6 +102,34 @@ class TestBlockPool:
         assert pool.find_prefix(old) == tables[0]
         assert pool.find_prefix(new) == []
 
+    def test_dispensable_blocks_are_evicted_first_in_the_order_of_their_release(self) -> None:
+        pool = BlockPool(5)
+        pool.rank_blocks()
+        hashes = block_hashes([*range(20)], 4)
+        table = take_and_register(pool, hashes)
+        pool.make_dispensable(table[1])
+        for block in (0, 1, 2, 3):
+            pool.release([table[block]])
+        assert pool.has_dispensable
+        pool.make_dispensable(table[0])
+        evicted = []
+        for _ in range(4):
+            pool.allocate(1)
+            evicted += [number for number, each in enumerate(hashes) if not pool.has(each) and number not in evicted]
+        assert evicted == [1, 0, 2, 3]
+
+    def test_a_block_that_a_hit_has_taken_does_not_become_dispensable(self) -> None:
+        pool = BlockPool(2)
+        pool.rank_blocks()
+        hashes = block_hashes(TOKENS[:8], 4)
+        table = take_and_register(pool, hashes)
+        pool.make_dispensable(table[0])
+        pool.release(pool.take(table[:1], 1))
+        pool.make_dispensable(table[0])
+        pool.release(table)
+        pool.allocate(1)
+        assert (pool.has(hashes[0]), pool.has(hashes[1])) == (True, False)
+
     def test_a_hit_counts_references_and_takes_blocks_off_the_free_list(self) -> None:
         pool = BlockPool(4)
         hashes = block_hashes(TOKENS, 4)
@@ -165,6 +193,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(10)
+        self.pool.rank_blocks()
         self.tables: list[list[int]] = []
         self.content: dict[int, bytes] = {}  # of referenced blocks with a hash
 
@@ -191,6 +220,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
         referenced = {block for table in self.tables for block in table}
         self.content = {block: value for block, value in self.content.items() if block in referenced}
+
+    @rule(stem=st.integers(0, 2), index=st.integers(0, 5), drop=st.booleans())
+    def demote(self, stem: int, index: int, drop: bool) -> None:
+        block_hash = block_hashes([stem] * 24, 4)[index]
+        block = self.pool.find_block(block_hash, -1)
+        if drop:
+            self.pool.forget_free(block_hash)
+            assert self.pool.has(block_hash) == (block >= 0 and self.pool.references(block) > 0)
+        elif block >= 0:
+            self.pool.make_dispensable(block)
 
     @invariant()
     def books_are_right(self) -> None:

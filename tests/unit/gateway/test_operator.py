@@ -161,7 +161,7 @@ async def test_metrics_count_requests_and_tokens(disaggregated: Service) -> None
 async def test_the_table_of_ranks_shows_from_which_engines_an_engine_reads(disaggregated: Service) -> None:
     lanes = [
         PeerLane(engine_id="prefill-0", transport="nixl/UCX", bytes_per_s=4e8, is_slow=True),
-        PeerLane(engine_id="prefill-9", transport="cuda_ipc", bytes_per_s=None, is_slow=False),
+        PeerLane(engine_id="prefill-9", transport="nixl/UCX staged", bytes_per_s=None, is_slow=False, is_staged=True),
     ]
     disaggregated.cluster.members[1].transfers = TransferStats(lanes=lanes)
     table = (await disaggregated.http.get("/v1/cluster/ranks")).json()["data"]

@@ -45,11 +45,14 @@ class Machines:
     apart: bool = False
     on_gpu: bool = True
     direct_refusal: str = ""
+    staged_rate: float | None = None  # of both ends; None: neither has it
+    only_reader_stages: bool = False
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
         self.network = FakeFabric(self.clock, random.Random(1), TransportFaults())
         self.direct = FakeFabric(self.clock, random.Random(2), TransportFaults())
+        self.staged = FakeFabric(self.clock, random.Random(3), TransportFaults())
         self.memories = {"holder": bytearray(b"h" * SIZE), "reader": bytearray(b"r" * SIZE)}
         self.holder, self.reader = self._end("holder"), self._end("reader")
 
@@ -61,7 +64,20 @@ class Machines:
         if not self.apart:
             self.direct.attach(name, memory)
             direct = Named("cuda_ipc", self.direct, name, self.direct_rate, self.direct_refusal)
-        return FastestTransport(network, direct, name, on_gpu=self.on_gpu)
+        staged = None
+        if self.staged_rate is not None and (name == "reader" or not self.only_reader_stages):
+            self.staged.attach(name, memory)
+            staged = Named("nixl/UCX staged", self.staged, name, self.staged_rate)
+        return FastestTransport(network, direct, name, on_gpu=self.on_gpu, staged=staged)
+
+    def meet(self) -> int:
+        """Connect, and poll the peer's state as a transfer thread does."""
+        peer = self.connect()
+        for _ in range(100):
+            if self.reader.peer_state(peer) is not PeerState.CONNECTING:
+                return peer
+            self.clock.advance(0.1)
+        raise AssertionError("the peer is never connected")
 
     def connect(self) -> int:
         peer = self.reader.add_peer(self.holder.metadata())
@@ -251,3 +267,58 @@ def test_a_peer_of_cuda_ipc_has_memory_for_at_least_one_copy() -> None:
     assert decode_metadata(metadata(ALIGNMENT)).blocks.num_bytes == ALIGNMENT
     with pytest.raises(MalformedMessage):
         decode_metadata(metadata(ALIGNMENT - 1))
+
+
+class TestStaged:
+    """Pinned memory of both hosts is a way for GPU memory that the others reach only slowly."""
+
+    def test_it_is_chosen_at_pairing_where_it_measures_faster_and_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        machines = Machines(apart=True, staged_rate=1.1e9)
+        machines.staged.faults.connect_s = (0.5, 0.5)
+        with caplog.at_level(logging.INFO):
+            peer = machines.meet()
+        assert machines.reader.lane(peer) == Lane("nixl/UCX staged", 1.1e9, is_slow=True, is_staged=True)
+        (said,) = [record.message for record in caplog.records if "through pinned memory" in record.message]
+        assert "nixl/UCX 0.4 GB/s, nixl/UCX staged 1.1 GB/s" in said
+        machines.network.faults.fail = 1.0  # which it would notice
+        assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
+        assert machines.has_arrived
+
+    def test_at_a_good_rate_it_is_not_slow(self) -> None:
+        machines = Machines(apart=True, staged_rate=11e9)
+        assert machines.reader.lane(machines.meet()) == Lane("nixl/UCX staged", 11e9, is_staged=True)
+
+    def test_where_it_is_no_faster_the_network_is_kept(self, caplog: pytest.LogCaptureFixture) -> None:
+        machines = Machines(apart=True, staged_rate=SLOW / 2)
+        assert machines.reader.lane(machines.meet()) == Lane("nixl/UCX", SLOW, is_slow=True)
+        assert "nixl/UCX 0.4 GB/s, nixl/UCX staged 0.2 GB/s" in caplog.text
+
+    @pytest.mark.parametrize("machines", [{}, {"apart": True, "network_rate": FAST}, {"apart": True, "on_gpu": False}])
+    def test_where_another_way_is_fast_it_is_not_even_measured(self, machines: dict[str, object]) -> None:
+        there = Machines(staged_rate=9e12, **machines)  # type: ignore[arg-type]
+        lane = there.reader.lane(there.meet())
+        assert lane is not None
+        assert not lane.is_staged
+
+    def test_it_takes_both_ends(self) -> None:
+        machines = Machines(apart=True, staged_rate=11e9, only_reader_stages=True)
+        assert machines.reader.lane(machines.meet()) == Lane("nixl/UCX", SLOW, is_slow=True)
+
+    def test_it_is_used_where_nothing_else_works(self) -> None:
+        machines = Machines(apart=True, staged_rate=11e9)
+        machines.network.faults.break_peer = 1.0
+        peer = machines.meet()
+        assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
+
+    def test_where_it_cannot_be_connected_the_network_is_kept(self) -> None:
+        machines = Machines(apart=True, staged_rate=11e9)
+        machines.staged.faults.break_peer = 1.0
+        assert machines.reader.lane(machines.meet()) == Lane("nixl/UCX", SLOW, is_slow=True)
+
+    def test_a_read_that_fails_there_is_begun_again_over_the_network(self) -> None:
+        machines = Machines(apart=True, staged_rate=11e9)
+        peer = machines.meet()
+        machines.staged.faults.fail = 1.0
+        assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
+        assert machines.reader.num_fallbacks == 1
+        assert machines.reader.lane(peer) == Lane("nixl/UCX", SLOW, is_slow=True)

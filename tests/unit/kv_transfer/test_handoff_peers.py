@@ -129,7 +129,7 @@ def test_a_peer_that_left_the_cluster_is_forgotten_and_what_is_read_of_it_fails_
     assert failed == ReceiveFailed(1, "engine holder (epoch 1) left the cluster")
     assert (engines.reader.stats().peers_ready, engines.reader.stats().blocks_quarantined) == (0, 1)
     engines.pass_time(60)
-    assert engines.events[1:] == [BlocksReleased(1)]
+    assert engines.events[1:] == [OfferEnded(1, OfferOutcome.WITHDRAWN), BlocksReleased(1)], "a live holder is told"
     assert engines.reader.stats().peers_ready == 0
 
 

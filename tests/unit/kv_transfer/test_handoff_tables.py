@@ -245,7 +245,6 @@ def late(it: ReceiveTable) -> list[Action]:
 RECEIVE_EVENTS: dict[ReceiveEvent, list[Callable[[ReceiveTable], list[Action]]]] = {
     ReceiveEvent.PEER_READY: [lambda it: it.peer_ready(HOLDER, now=2.0)],
     ReceiveEvent.PEER_LOST: [lambda it: it.peer_lost(HOLDER, "it left")],
-    ReceiveEvent.CUT_OFF: [lambda it: it.peer_cut_off(HOLDER, "it is silent")],
     ReceiveEvent.GRANT: [grant(1)],
     ReceiveEvent.UNASKED: [unasked_grant, digests_come],
     ReceiveEvent.GROWN: [lambda it: it.on_message(Grown(LEASE, READER, 3), now=2.0)],

@@ -175,9 +175,9 @@ def test_a_peer_that_cannot_be_reached_fails_the_receive(table: ReceiveTable) ->
     assert actions[-1] == RELEASED
 
 
-def test_a_peer_that_left_fails_its_receives_and_is_not_written_to(pulling: ReceiveTable) -> None:
+def test_a_peer_that_left_fails_its_receives_and_is_told_since_it_may_be_alive(pulling: ReceiveTable) -> None:
     assert pulling.peer_lost(EngineKey("prefill", 2), "another process") == []
-    assert pulling.peer_lost(HOLDER, "it left") == [Emit(ReceiveFailed(1, "it left")), StopReading(1)]
+    assert pulling.peer_lost(HOLDER, "it left") == [Emit(ReceiveFailed(1, "it left")), ABORT, StopReading(1)]
 
 
 def test_a_refusal_fails_the_receive(pulling: ReceiveTable) -> None:

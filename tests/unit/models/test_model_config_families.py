@@ -305,6 +305,12 @@ def test_keys_that_a_gpt_oss_config_leaves_out_have_the_defaults_of_transformers
     assert read(**{**GPT_OSS_20B, **dict.fromkeys(left_out)}).identity == read(**GPT_OSS_20B).identity
 
 
+@pytest.mark.parametrize("limit", [-7.0, 0])
+def test_a_limit_of_gpt_oss_that_leaves_nothing_is_refused(read: Callable[..., ModelConfig], limit: float) -> None:
+    with pytest.raises(InvalidModelConfig, match="'swiglu_limit' must be more than 0"):
+        read(**{**GPT_OSS_20B, "swiglu_limit": limit})
+
+
 def test_null_ropes_have_the_defaults_of_transformers(read: Callable[..., ModelConfig], tmp_path: Path) -> None:
     expected = read(**GPT_OSS_20B)
     keys = {**PLAIN, **GPT_OSS_20B, "rope_scaling": None, "rope_parameters": None}

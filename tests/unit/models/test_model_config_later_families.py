@@ -215,6 +215,14 @@ def test_ernie_has_experts_from_its_second_layer_on(read: Read) -> None:
     assert experts(read(**keys, moe_layer_end_index=-1, moe_layer_interval=2)).sparse_layers == (False, True) * 2
 
 
+@pytest.mark.parametrize("count", [-1, 10**6])
+def test_a_number_of_shared_experts_that_cannot_be_is_refused(read: Read, count: int) -> None:
+    keys = {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_shared_experts": count}
+    with pytest.raises(InvalidModelConfig, match="'moe_num_shared_experts' must be from 0 to 1024"):
+        read(**keys)
+    assert experts(read(**{**keys, "moe_num_shared_experts": 0})).shared_intermediate_size == 0
+
+
 def test_queries_of_ministral_grow_beyond_its_original_context(read: Read) -> None:
     config = read(**MINISTRAL_3)
     assert config.query_growth == QueryGrowth(0.1, 16_384)

@@ -20,6 +20,7 @@ from baton.engine.core.kv.block_numbers import BlockNumbers
 from baton.engine.core.kv.cache_groups import make_groups
 from baton.engine.core.layout import CacheKind, CacheLayout, LayerCache, LayerState, StatePart
 from baton.engine.models import load_config
+from baton.engine.startup.weight_counts import usable_gpu_bytes
 
 from ...helpers.baton_command import run_baton
 from ...helpers.checkpoints import write_checkpoint
@@ -63,6 +64,15 @@ def plan_of(
 ) -> Plan:
     args = {"model": str(CONFIGS / "models" / shape), "engine": engine, "fleets": fleets}
     return make_plan(load_spec(args), machines, Traffic(**traffic))
+
+
+def test_plans_and_engines_take_the_same_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are checked against it, and blocks get what is left of it."""
+    plans = [plan_of({"unified": {}}, {}, Machines(1, 140 * GB))]
+    monkeypatch.setattr("baton.cluster.planning.plan.usable_gpu_bytes", lambda *of: usable_gpu_bytes(*of) - 10 * GB)
+    plans.append(plan_of({"unified": {}}, {}, Machines(1, 140 * GB)))
+    whole, less = (sum(arena.num_bytes for arena in plan.fleets[0].arenas) for plan in plans)
+    assert 9 * GB < whole - less < 11 * GB
 
 
 ONE_NODE = Machines(8, 80 * GB, nodes=1)

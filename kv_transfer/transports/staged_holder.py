@@ -1,0 +1,184 @@
+"""The holder's side of staged reads: it copies ranges of its memory into bounce buffers, which readers read.
+
+Fill ──> waits for a free buffer ──> copied ──Filled──> read by its reader ──Free, or silence──> free
+
+A reader that is silent for `SILENCE_S` is forgotten and its buffers are used again. It counts from when it asked, which
+is earlier, and does not use what it has read later than that. Before it asks after a pause, it introduces itself again.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import codec
+from ..block_copies import HostSlots
+from ..errors import MalformedMessage, TransportError
+from . import Memory, RangeTable
+from .common import check_ranges
+from .range_copies import RangeCopies
+from .staged_messages import (
+    SILENCE_S,
+    Close,
+    Fill,
+    Filled,
+    Free,
+    HostNetwork,
+    Open,
+    Refused,
+    ToHolder,
+    ToReader,
+    decode_ranges,
+)
+
+logger = logging.getLogger(__name__)
+
+_Key = tuple[str, int]  # the reader's name, the number of its `Fill`
+
+
+class _Waiting(NamedTuple):
+    key: _Key
+    ranges: RangeTable  # offset in our memory, 0, number of bytes
+
+
+class _Copying(NamedTuple):
+    key: _Key
+    buffer: int
+    copy: Any
+
+
+class StagedHolder:
+    """Fills buffers for readers. `buffers` lie at `offset` in the memory that `network` has registered."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        network: HostNetwork,
+        buffers: HostSlots,
+        offset: int,
+        copies: RangeCopies,
+        clock: Callable[[], float],
+    ) -> None:
+        self._memory = memory
+        self._network = network
+        self._buffers = buffers
+        self._offset = offset
+        self._copies = copies
+        self._clock = clock
+        self._free = list(range(buffers.num_slots))
+        self._heard_at: dict[str, float] = {}  # the readers, and when each sent its last message
+        self._waiting: collections.deque[_Waiting] = collections.deque()
+        self._copying: list[_Copying] = []
+        self._filled: dict[_Key, int] = {}
+
+    def handle(self, reader: str, message: ToHolder) -> None:
+        """Take in a message. One of a reader that is not known, or no longer, changes nothing."""
+        if isinstance(message, Open):
+            self._open(reader, message)
+            return
+        if reader not in self._heard_at:
+            return
+        self._heard_at[reader] = self._clock()
+        match message:
+            case Fill():
+                self._queue(reader, message)
+            case Free():
+                self._drop((reader, message.number))
+            case Close():
+                self._forget(reader)
+
+    def advance(self) -> None:
+        """Tell readers of buffers that have been filled, fill others, and forget readers that are silent."""
+        copying, self._copying = self._copying, []
+        for each in copying:
+            self._settle(each)
+        now = self._clock()
+        for reader in [name for name, heard_at in self._heard_at.items() if now - heard_at >= SILENCE_S]:
+            self._forget(reader)
+        while self._waiting and self._free:
+            self._fill(self._waiting.popleft())
+
+    @property
+    def num_free(self) -> int:
+        """The number of free buffers."""
+        return len(self._free)
+
+    def _open(self, reader: str, message: Open) -> None:
+        if reader in self._heard_at:
+            self._heard_at[reader] = self._clock()
+            return
+        try:
+            name = self._network.introduce(message.metadata)
+        except (TransportError, MalformedMessage) as error:
+            logger.warning("%s cannot be answered: %s", reader, error)
+            return
+        if name != reader:
+            logger.warning("%s gave the metadata of %s", reader, name)
+            self._network.part_with(name)
+            return
+        self._heard_at[reader] = self._clock()
+
+    def _queue(self, reader: str, message: Fill) -> None:
+        asked = decode_ranges(message.ranges)
+        ranges = np.insert(asked, 1, 0, axis=1)
+        try:
+            check_ranges(ranges, self._buffers.slot_bytes, self._memory.num_bytes, "this engine")
+        except TransportError as error:
+            self._answer(reader, Refused(message.number, str(error)))
+            return
+        if int(ranges[:, 2].sum()) > self._buffers.slot_bytes:
+            self._answer(reader, Refused(message.number, f"a buffer has {self._buffers.slot_bytes} bytes"))
+            return
+        self._waiting.append(_Waiting((reader, message.number), ranges))
+
+    def _fill(self, waiting: _Waiting) -> None:
+        buffer = self._free.pop()
+        target = self._buffers.address + buffer * self._buffers.slot_bytes
+        rows = waiting.ranges + np.array((self._memory.address, target, 0))
+        rows[1:, 1] += np.cumsum(waiting.ranges[:-1, 2])
+        try:
+            copy = self._copies.begin(rows)
+        except RuntimeError as error:
+            self._free.append(buffer)
+            self._answer(waiting.key[0], Refused(waiting.key[1], f"the device refuses a copy: {error}"[:1000]))
+            return
+        self._copying.append(_Copying(waiting.key, buffer, copy))
+
+    def _settle(self, copying: _Copying) -> None:
+        reader, number = copying.key
+        try:
+            if not self._copies.has_ended(copying.copy):
+                self._copying.append(copying)
+                return
+        except RuntimeError as error:  # nothing runs on this device any more: the buffer is not used again
+            self._answer(reader, Refused(number, f"a copy failed: {error}"[:1000]))
+            return
+        if reader not in self._heard_at:
+            self._free.append(copying.buffer)
+            return
+        self._filled[copying.key] = copying.buffer
+        self._answer(reader, Filled(number, self._offset + copying.buffer * self._buffers.slot_bytes))
+
+    def _drop(self, key: _Key) -> None:
+        buffer = self._filled.pop(key, None)
+        if buffer is not None:
+            self._free.append(buffer)
+        else:
+            self._waiting = collections.deque(each for each in self._waiting if each.key != key)
+
+    def _forget(self, reader: str) -> None:
+        del self._heard_at[reader]
+        self._waiting = collections.deque(each for each in self._waiting if each.key[0] != reader)
+        for key in [key for key in self._filled if key[0] == reader]:
+            self._free.append(self._filled.pop(key))
+        self._network.part_with(reader)
+
+    def _answer(self, reader: str, message: ToReader) -> None:
+        try:
+            self._network.send(reader, codec.encode(message))
+        except TransportError as error:
+            logger.info("%s is not answered: %s", reader, error)

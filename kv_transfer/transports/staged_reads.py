@@ -1,0 +1,263 @@
+"""The reader's side of staged reads: parts of reads, from the holder's buffers into ours, and on to their targets.
+
+    part      waiting ──a buffer is free: Fill──> asked ──Filled──> reading ──> copying ──> done
+
+A read that has failed is `FAILED` at once. Its parts that are being copied go on, and buffers that the network may
+still write to are not used until it has ended.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from .. import codec
+from ..block_copies import HostSlots
+from ..errors import TransportError
+from . import ByteRange, PeerHandle, RangeTable, ReadHandle, ReadState
+from .range_copies import RangeCopies
+from .staged_messages import MAX_RANGES, SILENCE_S, Fill, Filled, Free, HostNetwork, Open, ToReader, encode_ranges
+
+logger = logging.getLogger(__name__)
+
+MARGIN_S = 1.0  # before the holder may use a buffer for others
+
+
+class Remote:
+    """A holder whose buffers we read."""
+
+    def __init__(self, name: str, network: PeerHandle, buffer_bytes: int) -> None:
+        self.name = name  # of its agent
+        self.network = network
+        self.buffer_bytes = buffer_bytes
+        self.is_broken = False
+        self.heard_at = -math.inf  # when we sent it the last `Fill`
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class StagedRead:
+    """A read of some ranges."""
+
+    remote: Remote
+    num_left: int = 0  # parts that are not done
+    num_writing: int = 0  # parts that are being copied to their targets
+    state: ReadState = ReadState.RUNNING
+
+
+class _Stage(enum.Enum):
+    ASKED = enum.auto()
+    READING = enum.auto()
+    COPYING = enum.auto()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Part:
+    read: StagedRead
+    ranges: RangeTable  # offset in the peer's memory, address to copy to, bytes
+    number: int = 0
+    asked_at: float = 0.0
+    buffer: int = 0
+    stage: _Stage = _Stage.ASKED
+    handle: Any = None  # of the network's read, then of the copy
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.ranges[:, 2].sum())
+
+
+class StagedReads:
+    """All reads of one engine. `buffers` lie at `offset` in the memory that `network` has registered."""
+
+    def __init__(
+        self,
+        network: HostNetwork,
+        buffers: HostSlots,
+        offset: int,
+        copies: RangeCopies,
+        clock: Callable[[], float],
+    ) -> None:
+        self._network = network
+        self._buffers = buffers
+        self._offset = offset
+        self._copies = copies
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._waiting: collections.deque[_Part] = collections.deque()
+        self._parts: dict[int, _Part] = {}  # that have a buffer, by number
+        self._free = list(range(buffers.num_slots))
+        self._ended: list[tuple[ReadHandle, int | None]] = []  # reads to be released, and their buffers to be freed
+
+    @property
+    def num_free(self) -> int:
+        """The number of free buffers."""
+        return len(self._free)
+
+    def begin(self, remote: Remote, table: RangeTable) -> StagedRead:
+        """Begin to read `table`: rows of offset in the holder's memory, address to copy to, and number of bytes."""
+        read = StagedRead(remote)
+        for ranges in _parts(table, min(self._buffers.slot_bytes, remote.buffer_bytes)):
+            self._waiting.append(_Part(read, ranges))
+            read.num_left += 1
+        if not read.num_left:
+            read.state = ReadState.DONE
+        self._ask()
+        return read
+
+    def advance(self) -> None:
+        """Advance all reads as far as the network and the device have got."""
+        for part in list(self._parts.values()):
+            self._advance(part)
+        self._ended = [each for each in self._ended if not self._let_go(*each)]
+        self._ask()
+
+    def _ask(self) -> None:
+        """Ask for as many waiting parts as there are free buffers."""
+        while self._waiting and self._free:
+            part = self._waiting.popleft()
+            part.number, part.buffer, part.asked_at = next(self._numbers), self._free.pop(), self._clock()
+            self._parts[part.number] = part
+            self._introduce_to(part.read.remote)
+            self._send(part.read.remote.name, Fill(part.number, encode_ranges(part.ranges[:, [0, 2]])))
+
+    def _introduce_to(self, remote: Remote) -> None:
+        """Say who we are to a holder that does not know us, or may have forgotten us since our last message."""
+        now = self._clock()
+        if now - remote.heard_at > SILENCE_S / 2:
+            self._send(remote.name, Open(self._network.metadata()))
+        remote.heard_at = now
+
+    def handle(self, sender: str, message: ToReader) -> None:
+        """Take in a message. A buffer that nobody waits for is freed."""
+        part = self._parts.get(message.number)
+        if part is None or part.read.remote.name != sender or part.stage is not _Stage.ASKED:
+            if isinstance(message, Filled):
+                self._send(sender, Free(message.number))
+        elif isinstance(message, Filled):
+            self._read_buffer(part, message.offset)
+        else:
+            self._fail(part.read, message.reason)
+
+    def _read_buffer(self, part: _Part, offset: int) -> None:
+        buffer = ByteRange(offset, self._offset + part.buffer * self._buffers.slot_bytes, part.num_bytes)
+        try:
+            part.handle = self._network.read(part.read.remote.network, [buffer])
+        except TransportError as error:
+            self._fail(part.read, str(error))
+            return
+        part.stage = _Stage.READING
+
+    def _advance(self, part: _Part) -> None:
+        if part.number not in self._parts:  # given up in this round
+            return
+        match part.stage:
+            case _Stage.ASKED:
+                if self._is_too_late(part):
+                    self._fail(part.read, f"no buffer was filled within {SILENCE_S - MARGIN_S:g} s")
+            case _Stage.READING:
+                self._advance_reading(part)
+            case _Stage.COPYING:
+                self._advance_copying(part)
+
+    def _advance_reading(self, part: _Part) -> None:
+        state = self._network.poll(part.handle)
+        if state is ReadState.RUNNING:
+            return
+        if state is ReadState.FAILED or self._is_too_late(part):
+            self._fail(part.read, "the network failed" if state is ReadState.FAILED else "a buffer came too late")
+            return
+        self._ended.append((part.handle, None))
+        self._send(part.read.remote.name, Free(part.number))
+        sources = self._buffers.address + part.buffer * self._buffers.slot_bytes + _starts(part.ranges)
+        try:
+            part.handle = self._copies.begin(np.column_stack((sources, part.ranges[:, 1:])))
+        except RuntimeError as error:
+            self._drop(part)
+            self._fail(part.read, f"the device refuses a copy: {error}")
+            return
+        part.stage = _Stage.COPYING
+        part.read.num_writing += 1
+
+    def _advance_copying(self, part: _Part) -> None:
+        try:
+            if not self._copies.has_ended(part.handle):
+                return
+        except RuntimeError as error:  # nothing runs on this device any more
+            logger.error("a copy to the GPU failed: %s", error)
+            self._fail(part.read, "a copy failed")
+        self._drop(part)
+        part.read.num_writing -= 1
+        part.read.num_left -= 1
+        if not part.read.num_left and part.read.state is ReadState.RUNNING:
+            part.read.state = ReadState.DONE
+
+    def _is_too_late(self, part: _Part) -> bool:
+        """Return whether the holder may use the part's buffer for others."""
+        return self._clock() - part.asked_at > SILENCE_S - MARGIN_S
+
+    def _fail(self, read: StagedRead, reason: str) -> None:
+        logger.warning("a staged read of %s failed: %s", read.remote.name, reason)
+        read.remote.is_broken = True
+        self.give_up(read)
+
+    def give_up(self, read: StagedRead) -> None:
+        """Fail a read. Parts of it that are being copied go on."""
+        if read.state is ReadState.RUNNING:
+            read.state = ReadState.FAILED
+        self._waiting = collections.deque(part for part in self._waiting if part.read is not read)
+        for part in [part for part in self._parts.values() if part.read is read]:
+            if part.stage is _Stage.READING:
+                del self._parts[part.number]
+                self._ended.append((part.handle, part.buffer))
+            elif part.stage is _Stage.ASKED:
+                self._drop(part)
+            if part.stage is not _Stage.COPYING:
+                self._send(read.remote.name, Free(part.number))
+
+    def _let_go(self, handle: ReadHandle, buffer: int | None) -> bool:
+        """Release a read of the network. Then nothing can write into its buffer, which is freed if it is given."""
+        if self._network.poll(handle) is ReadState.RUNNING or not self._network.release(handle):
+            return False
+        if buffer is not None:
+            self._free.append(buffer)
+        return True
+
+    def _drop(self, part: _Part) -> None:
+        del self._parts[part.number]
+        self._free.append(part.buffer)
+
+    def _send(self, name: str, message: msgspec.Struct) -> None:
+        try:
+            self._network.send(name, codec.encode(message))
+        except TransportError as error:
+            logger.info("%s gets no message: %s", name, error)
+
+
+def _starts(ranges: RangeTable) -> RangeTable:
+    """Return where each range begins in a buffer."""
+    return np.concatenate(([0], np.cumsum(ranges[:-1, 2])))
+
+
+def _parts(table: RangeTable, buffer_bytes: int) -> Iterator[RangeTable]:
+    """Divide ranges, long ones too, into tables of at most `buffer_bytes` and `MAX_RANGES` ranges each."""
+    counts = -(-table[:, 2] // buffer_bytes)
+    if (counts > 1).any():
+        done = np.concatenate([np.arange(count) for count in counts]) * buffer_bytes
+        table = np.repeat(table, counts, axis=0)
+        table[:, :2] += done[:, None]
+        table[:, 2] = np.minimum(table[:, 2] - done, buffer_bytes)
+    ends, first = np.cumsum(table[:, 2]), 0
+    while first < len(table):
+        before = ends[first - 1] if first else 0
+        last = int(np.searchsorted(ends, before + buffer_bytes, side="right"))
+        last = min(last, first + MAX_RANGES)
+        yield table[first:last]
+        first = last

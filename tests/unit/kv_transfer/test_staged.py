@@ -1,0 +1,313 @@
+"""Reads through pinned memory of both hosts, with stand-ins for GPUs and for the network between the hosts."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.kv_transfer import codec
+from baton.kv_transfer.transports import PeerState, RangeTable, ReadState
+from baton.kv_transfer.transports.common import Scratch
+from baton.kv_transfer.transports.staged import CONNECT_S, BounceBuffers, StagedTransport
+from baton.kv_transfer.transports.staged_messages import SILENCE_S, Close, Fill, Open, Refused, decode, encode_ranges
+
+from ...helpers.fake_transport import FakeFabric, FakeHostNetwork, TransportFaults
+from ...helpers.virtual_clock import VirtualClock
+
+SIZE, BUFFER, NUM_BUFFERS = 4096, 64, 4
+WHOLE = [(0, 0, SIZE)]
+
+
+class LateCopies:
+    """Stands in for a GPU: its copies land one after the other, each after its time."""
+
+    def __init__(self, clock: VirtualClock, seconds: float = 0.0) -> None:
+        self._clock = clock
+        self._busy_until = 0.0
+        self.seconds = seconds
+        self.num_running = 0
+        self.fails = False
+
+    def begin(self, buffers: RangeTable) -> dict[str, bool]:
+        copy = {"ended": False}
+        self.num_running += 1
+
+        def land() -> None:
+            for source, target, num_bytes in buffers.tolist():
+                ctypes.memmove(target, source, num_bytes)
+            copy["ended"] = True
+            self.num_running -= 1
+
+        self._busy_until = max(self._busy_until, self._clock()) + self.seconds
+        self._clock.after(self._busy_until - self._clock(), land)
+        return copy
+
+    def has_ended(self, copy: dict[str, bool]) -> bool:
+        if self.fails:
+            raise RuntimeError("an illegal memory access was encountered")
+        return copy["ended"]
+
+    def wait(self) -> None: ...
+
+
+class Gpu:
+    """An engine whose memory is read, and which reads, through host memory."""
+
+    def __init__(self, machines: Machines, name: str) -> None:
+        clock = machines.clock
+        self.bytes = np.full(SIZE, ord(name[0]), dtype=np.uint8)
+        self.address, self.num_bytes, self.device = self.bytes.ctypes.data, SIZE, "cuda:0"
+        buffers = BounceBuffers.allocate("cpu", BUFFER, NUM_BUFFERS)
+        host = memoryview((ctypes.c_char * buffers.num_bytes).from_address(buffers.address)).cast("B")
+        machines.fabric.attach(name, cast(bytearray, host))
+        self.network = FakeHostNetwork(machines.fabric, name)
+        self.down, self.up = LateCopies(clock), LateCopies(clock)
+        self._scratch = np.empty(BUFFER, dtype=np.uint8)
+        scratch = Scratch(self._scratch.ctypes.data, self._scratch)
+        self.transport = StagedTransport(self, self.network, buffers, self.down, self.up, scratch, clock)
+
+    @property
+    def num_free(self) -> tuple[int, int]:
+        return self.transport.num_free
+
+
+class Machines:
+    def __init__(self, seed: int = 0) -> None:
+        self.clock = VirtualClock()
+        self.fabric = FakeFabric(self.clock, random.Random(seed), TransportFaults())
+        self.holder, self.reader = Gpu(self, "holder"), Gpu(self, "reader")
+        self.holder.bytes[:] = np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
+
+    def pass_time(self, seconds: float = 0.1, step_s: float = 0.01) -> None:
+        for _ in range(round(seconds / step_s)):
+            self.clock.advance(step_s)
+            self.holder.transport.progress()
+            self.reader.transport.progress()
+
+    def connect(self, gpu: Gpu | None = None) -> int:
+        reader = (gpu or self.reader).transport
+        peer = reader.add_peer(self.holder.transport.metadata())
+        for _ in range(300):
+            if reader.peer_state(peer) is not PeerState.CONNECTING:
+                break
+            self.pass_time(0.01)
+        return peer
+
+    def finish(self, read: int, seconds: float = 100.0) -> ReadState:
+        """Return the state of a read once it has ended, or after that time."""
+        for _ in range(round(seconds / 0.01)):
+            if (state := self.reader.transport.poll(read)) is not ReadState.RUNNING:
+                return state
+            self.pass_time(0.01)
+        return ReadState.RUNNING
+
+    def check_all_free(self) -> None:
+        self.pass_time(1.0)
+        assert self.holder.num_free == self.reader.num_free == (NUM_BUFFERS, NUM_BUFFERS)
+
+
+RANGES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(1, 300)), min_size=1, max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(RANGES, st.integers(0, 1000), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.05]))
+def test_bytes_arrive_in_their_places_however_ranges_are_cut(
+    wanted: list[tuple[int, int]], seed: int, copy_s: float, read_s: float
+) -> None:
+    machines = Machines(seed)
+    machines.holder.down.seconds = machines.reader.up.seconds = copy_s
+    machines.fabric.faults.read_s = (0.0, read_s)
+    peer = machines.connect()
+    expected, ranges, at = machines.reader.bytes.copy(), [], 0
+    for start, length in wanted:
+        length = min(length, SIZE - start, SIZE - at)
+        if length > 0:
+            ranges.append((start, at, length))
+            expected[at : at + length] = machines.holder.bytes[start : start + length]
+            at += length + 1
+    read = machines.reader.transport.read(peer, ranges)
+    assert machines.finish(read) is ReadState.DONE
+    assert machines.reader.transport.release(read)
+    assert np.array_equal(machines.reader.bytes, expected)
+    machines.check_all_free()
+
+
+def test_a_peer_is_measured_when_it_is_connected() -> None:
+    machines = Machines()
+    machines.fabric.faults.read_s = (0.05, 0.05)
+    peer = machines.connect()
+    lane = machines.reader.transport.lane(peer)
+    assert (lane.transport, lane.is_staged) == ("fake staged", True)
+    assert lane.bytes_per_s == pytest.approx(4 * BUFFER / 0.06, rel=0.35)
+
+
+def test_copies_on_both_sides_and_the_network_work_at_the_same_time() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.holder.down.seconds = machines.reader.up.seconds = 0.1
+    machines.fabric.faults.read_s = (0.1, 0.1)
+    read = machines.reader.transport.read(peer, [(0, 0, 16 * BUFFER)])
+    busy = 0
+    for _ in range(200):
+        machines.pass_time(0.01)
+        busy += machines.holder.down.num_running > 0 and machines.reader.up.num_running > 0
+        if machines.reader.transport.poll(read) is ReadState.DONE:
+            break
+    assert machines.reader.transport.poll(read) is ReadState.DONE
+    assert busy > 0
+
+
+def test_several_reads_and_readers_share_the_buffers() -> None:
+    machines = Machines()
+    other = Gpu(machines, "other")
+    peers = machines.connect(), machines.connect(other)
+    reads = [machines.reader.transport.read(peers[0], WHOLE) for _ in range(2)]
+    elsewhere = other.transport.read(peers[1], WHOLE)
+    for _ in range(200):
+        machines.pass_time(0.01)
+        other.transport.progress()
+    assert [machines.reader.transport.poll(read) for read in reads] == [ReadState.DONE] * 2
+    assert other.transport.poll(elsewhere) is ReadState.DONE
+    assert np.array_equal(machines.reader.bytes, machines.holder.bytes)
+    assert np.array_equal(other.bytes, machines.holder.bytes)
+    machines.check_all_free()
+
+
+def test_a_holder_that_does_not_answer_is_not_read_in_this_way() -> None:
+    machines = Machines()
+    machines.fabric.faults.lose = 1.0
+    peer = machines.reader.transport.add_peer(machines.holder.transport.metadata())
+    machines.pass_time(CONNECT_S / 2)
+    assert machines.reader.transport.peer_state(peer) is PeerState.CONNECTING
+    machines.pass_time(CONNECT_S)
+    assert machines.reader.transport.peer_state(peer) is PeerState.BROKEN
+    machines.reader.transport.remove_peer(peer)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000))
+def test_whatever_messages_are_lost_a_read_that_is_done_has_its_bytes(seed: int) -> None:
+    machines = Machines(seed)
+    peer = machines.connect()
+    machines.fabric.faults.lose = 0.05
+    read = machines.reader.transport.read(peer, WHOLE)
+    if machines.finish(read, 2 * SILENCE_S) is ReadState.DONE:
+        assert np.array_equal(machines.reader.bytes, machines.holder.bytes)
+    else:
+        assert machines.reader.transport.peer_state(peer) is PeerState.BROKEN
+    machines.fabric.faults.lose = 0.0
+    assert machines.reader.transport.release(read)
+    machines.reader.transport.remove_peer(peer)
+    machines.check_all_free()
+
+
+def test_buffers_of_a_reader_that_is_gone_are_used_for_others() -> None:
+    machines = Machines()
+    machines.connect()
+    fill = codec.encode(Fill(1000, encode_ranges(np.array([(0, BUFFER)]))))
+    machines.reader.network.send("holder", fill)
+    machines.holder.transport.progress()
+    machines.clock.advance(0.01)
+    machines.holder.transport.progress()
+    assert machines.holder.num_free[0] == NUM_BUFFERS - 1
+    machines.clock.advance(SILENCE_S)
+    machines.holder.transport.progress()
+    assert machines.holder.num_free[0] == NUM_BUFFERS
+
+
+@pytest.mark.parametrize("pause_s", [SILENCE_S / 2, SILENCE_S - 0.01, SILENCE_S, 100 * SILENCE_S])
+def test_a_reader_may_pause_for_as_long_as_it_likes(pause_s: float) -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.clock.advance(pause_s - 0.1)
+    machines.pass_time(0.1)
+    read = machines.reader.transport.read(peer, WHOLE)
+    assert machines.finish(read, 5.0) is ReadState.DONE
+    assert np.array_equal(machines.reader.bytes, machines.holder.bytes)
+
+
+def test_a_buffer_that_the_holder_may_use_for_others_is_not_used() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.fabric.faults.read_s = (SILENCE_S, SILENCE_S)
+    read = machines.reader.transport.read(peer, [(0, 0, BUFFER)])
+    assert machines.finish(read) is ReadState.FAILED
+    assert not np.array_equal(machines.reader.bytes[:BUFFER], machines.holder.bytes[:BUFFER])
+
+
+def test_a_failed_read_writes_nothing_later_and_its_buffers_wait_for_the_network() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.fabric.faults.fail, machines.fabric.faults.late_s = 1.0, (5.0, 5.0)
+    read = machines.reader.transport.read(peer, [(0, 0, BUFFER)])
+    assert machines.finish(read) is ReadState.FAILED
+    assert machines.reader.transport.release(read)
+    assert machines.reader.transport.peer_state(peer) is PeerState.BROKEN
+    assert machines.reader.num_free[1] == NUM_BUFFERS - 1
+    machines.pass_time(6.0)
+    assert machines.reader.num_free[1] == NUM_BUFFERS
+    assert (machines.reader.bytes == ord("r")).all()
+
+
+def test_a_failed_read_is_not_released_while_a_part_of_it_is_copied_to_its_blocks() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.holder.down.seconds, machines.reader.up.seconds = 0.1, 5.0
+    read = machines.reader.transport.read(peer, [(0, 0, 2 * BUFFER)])
+    machines.pass_time(0.15)
+    machines.fabric.faults.fail = 1.0  # the second part
+    assert machines.finish(read, 1.0) is ReadState.FAILED
+    assert not machines.reader.transport.release(read)
+    machines.pass_time(6.0)
+    assert machines.reader.transport.release(read)
+
+
+def test_a_buffer_that_is_filled_for_a_read_that_has_failed_is_freed() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.holder.down.seconds, machines.fabric.faults.fail = 0.1, 1.0
+    read = machines.reader.transport.read(peer, [(0, 0, 2 * BUFFER)])
+    assert machines.finish(read) is ReadState.FAILED
+    machines.check_all_free()
+
+
+@pytest.mark.parametrize("ranges", [[(SIZE, 1)], [(0, BUFFER + 1)], [(-1, 4)], [(0, 0)], [(0, BUFFER), (0, 1)]])
+def test_a_holder_copies_no_ranges_outside_its_memory_or_a_buffer(ranges: list[tuple[int, int]]) -> None:
+    machines = Machines()
+    machines.connect()
+    machines.reader.network.send("holder", codec.encode(Fill(1000, encode_ranges(np.array(ranges)))))
+    machines.holder.transport.progress()
+    ((sender, answer),) = machines.reader.network.messages()
+    assert sender == "holder"
+    assert isinstance(decode(answer), Refused)
+
+
+def test_messages_of_strangers_and_bytes_that_are_none_change_nothing() -> None:
+    machines = Machines()
+    machines.connect()
+    machines.fabric.attach("stranger", bytearray(1))
+    stranger = FakeHostNetwork(machines.fabric, "stranger")
+    known = codec.encode(Open(machines.reader.network.metadata()))  # of another than the sender
+    fill = codec.encode(Fill(1, encode_ranges(np.array([(0, BUFFER)]))))
+    for message in (fill, known, fill, codec.encode(Close()), b"\xff"):
+        stranger.send("holder", message)
+        machines.pass_time(1.0)
+    assert stranger.messages() == []
+    machines.check_all_free()
+
+
+@pytest.mark.parametrize("side", ["holder", "reader"])
+def test_a_device_that_fails_fails_the_read(side: str) -> None:
+    machines = Machines()
+    peer = machines.connect()
+    copies = machines.holder.down if side == "holder" else machines.reader.up
+    copies.fails = True
+    read = machines.reader.transport.read(peer, [(0, 0, BUFFER)])
+    assert machines.finish(read) is ReadState.FAILED
+    assert machines.reader.transport.release(read)
