@@ -81,7 +81,7 @@ class ReceivedEvent(NamedTuple):
 
     gateway: bytes
     event: Event
-    came_s: float  # arrival by `time.monotonic`; a long step may delay its handling
+    received_s: float  # arrival by `time.monotonic`; a long step may delay its handling
 
 
 class EngineSocket:

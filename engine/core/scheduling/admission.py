@@ -7,6 +7,7 @@ waiting ── its KV is at another engine, or in a tier ──> KVLoading ─�
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..kv.fence import Fence
 from ..kv.request_memory import RequestMemory, RestorePlan
@@ -134,6 +135,15 @@ class KVLoading:
         self.ready.add(request)
 
 
+@dataclass(frozen=True)
+class Queues:
+    """The queues in which a live request can be. One whose grammar is being compiled is in none."""
+
+    waiting: WaitingQueue
+    loading: KVLoading
+    running: RunningRequests
+
+
 class Admission:
     """Decides which waiting requests may start: first those that are ready, then the queue in order.
 
@@ -145,19 +155,11 @@ class Admission:
       given as many together as the head needs: then the head is next, whatever comes.
     """
 
-    def __init__(
-        self,
-        waiting: WaitingQueue,
-        loading: KVLoading,
-        running: RunningRequests,
-        memory: RequestMemory,
-        fence: Fence,
-        tier_copies: TierCopies,
-    ) -> None:
+    def __init__(self, queues: Queues, memory: RequestMemory, fence: Fence, tier_copies: TierCopies) -> None:
         self.num_prompt_tokens = 0  # of all requests so far that started here, rather than after a hand-off
-        self._waiting = waiting
-        self._loading = loading
-        self._running = running
+        self._waiting = queues.waiting
+        self._loading = queues.loading
+        self._running = queues.running
         self._memory = memory
         self._fence = fence
         self._tier_copies = tier_copies

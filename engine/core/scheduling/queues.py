@@ -226,7 +226,7 @@ class RunningRequests:
 
     # -------------------------------------------------------------------------------- shares of a step
 
-    def decode(self, builder: StepBuilder, *, num_waiting: int = 0) -> list[Request]:
+    def plan_decodes(self, builder: StepBuilder, *, num_waiting: int = 0) -> list[Request]:
         """Plan one token for each request that has exactly one left to compute. Returns the others, which have more.
 
         The budget suffices, since it is never less than the number of rows. `num_waiting` requests may start in this
@@ -288,9 +288,9 @@ class RunningRequests:
             else:
                 builder.put_back(chunk, request)
 
-    def read_on(self, prefills: list[Request], builder: StepBuilder, kept: int = 0) -> None:
-        """Plan the next chunks of these prompts, in order, as far as the budget allows; leave `kept` tokens of it."""
-        builder.budget -= kept
+    def plan_prefills(self, prefills: list[Request], builder: StepBuilder, reserved: int = 0) -> None:
+        """Plan the next chunks of these prompts, in order, as far as the budget allows without `reserved` tokens."""
+        builder.budget -= reserved
         for request in prefills:
             if not builder.budget:
                 break
@@ -301,7 +301,7 @@ class RunningRequests:
                     continue
             builder.add(request, new_blocks)
             self._chunk_planned(request, builder)
-        builder.budget += kept
+        builder.budget += reserved
 
     def _chunk_planned(self, request: Request, builder: StepBuilder) -> None:
         """Let other requests find the blocks that the chunk fills, and give back blocks behind windows."""
