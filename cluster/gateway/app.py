@@ -22,8 +22,9 @@ from .api.body_reader import RequestKind
 from .api.body_service import BodyService
 from .api.chat import ChatRenderer
 from .api.completions import CompletionRenderer
-from .api.endpoints import GatewayServices, GenerationEndpoint, TokenEndpoint
+from .api.endpoints import GenerationEndpoint, TokenEndpoint
 from .api.responses import ResponsesRenderer
+from .api.services import GatewayServices
 from .api_keys import ApiKeys
 from .errors import ANTHROPIC_ROUTE, ApiError, excerpt
 from .metrics import GatewayMetrics
