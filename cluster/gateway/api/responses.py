@@ -170,16 +170,16 @@ class ResponsesRenderer:
 
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
         opening = self._opening()
-        return self._told([*opening, *self._read(delta)], event_id)
+        return self._encode_events([*opening, *self._read(delta)], event_id)
 
     def end(self) -> Text:
-        return self._told([self._whole_event()])
+        return self._encode_events([self._whole_event()])
 
     def failed(self, error: ApiError) -> Text:
         events = self._opening() + self._output.close("incomplete", is_in_call=self._reader.is_in_call)
         self._response.error = ResponseError(_error_code(error.status), error.message, error.type)
         self._settle("failed")
-        return self._told([*events, self._whole_event()])
+        return self._encode_events([*events, self._whole_event()])
 
     def whole(self, choices: Sequence[Sequence[ChoiceDelta]]) -> Text:
         return self._read_and_write(choices[0])
@@ -245,7 +245,7 @@ class ResponsesRenderer:
     def _whole_event(self) -> OutputEvent:
         return OutputEvent(self._response.status, {"response": self._response}, self._output.lists)
 
-    def _told(self, events: list[OutputEvent], event_id: bytes = b"") -> Text:
+    def _encode_events(self, events: list[OutputEvent], event_id: bytes = b"") -> Text:
         texts: list[Iterator[bytes]] = []
         for kind, fields, lists in events:
             event = {"type": f"response.{kind}", "sequence_number": self._num_events, **fields}

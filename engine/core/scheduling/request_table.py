@@ -269,9 +269,9 @@ def _unconstrainable(request: EngineRequest, config: EngineCoreConfig, can_const
     if request.sampling.structured_outputs is None:
         return None
     if not can_constrain:
-        return "cannot be kept: this engine has no tokenizer, so it knows tokens but no text"
+        return "cannot be enforced: this engine has no tokenizer, so it knows tokens but no text"
     if not config.eos_token_ids:
-        return "cannot be kept: this model has no end-of-sequence token, so no output could end"
+        return "cannot be enforced: this model has no end-of-sequence token, so no output could end"
     return None
 
 
