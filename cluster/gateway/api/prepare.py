@@ -28,7 +28,7 @@ from .parsing import ApiFields, client_names
 from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prediction, Prompt, StreamOptions
 from .reasoning import effort_variables
 from .structured_output import answer_constraint, reasoning_before, requested_constraint
-from .tools import parser_config, tool_call_rules
+from .tools import check_prompt_lists_tools, parser_config, tool_call_rules
 
 T = TypeVar("T")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -102,7 +102,7 @@ class Preparer:
         asked = getattr(request, field)
         tokenizer = self._model.tokenizer
         form = tokenizer.tool_call_format
-        calls = tool_call_rules(request, form, is_told=tokenizer.lists_tools)
+        calls = tool_call_rules(request, form)
         keeps_all = request.truncate_prompt_tokens is None
         prompt = await self._chat_prompt(request, keeps_all=keeps_all)
         constraint = requested_constraint(request)
@@ -154,6 +154,7 @@ class Preparer:
             param = f"chat_template_kwargs.{reserved[0]}"
             raise bad_request(param, f"{reserved[0]!r} cannot be set in 'chat_template_kwargs'.")
         tokenizer = self._model.tokenizer
+        check_prompt_lists_tools(request.usable_tools, tokenizer)
         chat = {
             "messages": messages,
             "tools": [tool.for_template() for tool in request.usable_tools] or None,
