@@ -186,7 +186,8 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     """Answer the framework's errors in the same JSON as all others."""
     assert isinstance(error, HTTPException)
     there = f"There are {', '.join(CLIENT_ROUTES)}."
-    not_allowed = f"{request.method} is not allowed here."
+    allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+    not_allowed = f"{request.method} is not allowed here; allowed: {allowed}."
     if asking_page := request.headers.get("origin") if request.method == "OPTIONS" else None:
         not_allowed += (
             f" For web pages of {excerpt(asking_page)} put that into gateway.allowed_origins (--allowed-origin)."
