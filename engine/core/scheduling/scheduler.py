@@ -92,7 +92,15 @@ class Scheduler:
         )
         queues = Queues(self.waiting, self.loading, self.running)
         self.admission = Admission(queues, self.memory, self.fence, self.tier_copies)
-        self.requests = RequestTable(config, queues, self.transfers, self.fence, self.constraints, self.drafting, clock)
+        self.requests = RequestTable(
+            config,
+            queues,
+            self.transfers,
+            self.fence,
+            self.constraints,
+            self.drafting,
+            clock,
+        )
         self.steps = StepsInFlight(config.max_num_batched_tokens)
         self._meter = StepMeter()
         self._clock = clock
