@@ -16,7 +16,8 @@ from ..kv.transfers import Transfers
 from ..messages import EngineError, ErrorKind
 from ..requests.request import Request, RequestStatus
 from ..stages import Stage
-from .queues import ReadyQueue, RunningRequests, WaitingQueue
+from .queues import ReadyQueue, WaitingQueue
+from .running_requests import RunningRequests
 from .step_builder import StepBuilder
 
 SHORT_SHARE = 4  # while long prompts are read, a quarter of a step's budget is kept for short ones

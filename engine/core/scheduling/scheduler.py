@@ -8,10 +8,11 @@ The state is kept as if every planned step had already run, so the next one can 
 Results that a stop or an abort made superfluous are dropped when they arrive; `kv/fence.py` keeps the memory until
 then.
 
-    request_table   all live requests: how they begin, how they end
-    queues          the waiting queue, the ready queue beside it, running requests and their parts of a step; preemption
-    admission       which waiting requests may start; KV that transfers and tiers load for them
-    step_builder    the step that is being planned, and steps in flight
+    request_table       all live requests: how they begin, how they end
+    queues              the waiting queue, and the ready queue beside it
+    running_requests    running requests and their parts of a step; preemption
+    admission           which waiting requests may start; KV that transfers and tiers load for them
+    step_builder        the step that is being planned, and steps in flight
 
 Every block that is not free is in one of these states, and comes free with the event beside it:
 
@@ -48,8 +49,9 @@ from ..requests.request import Request, RequestStatus
 from ..step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
 from ..tiers import KVTiers
 from .admission import Admission, KVLoading, Queues
-from .queues import RunningRequests, WaitingQueue
+from .queues import WaitingQueue
 from .request_table import RequestTable
+from .running_requests import RunningRequests
 from .step_builder import StepMismatch, StepsInFlight
 
 
