@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.sockets import MAX_SOCKETS, endpoint, is_ipv6, is_ipv6_url
+from baton.engine.net.sockets import MAX_SOCKETS, bind_to_free_port, is_ipv6_url
 
 from .contracts import DirectorySnapshot
 
@@ -107,13 +107,11 @@ class MetricsExporter:
         self._socket = self._context.socket(zmq.REP)
         key.secure_server(self._socket)
         self._socket.linger = 0
-        self._socket.ipv6 = is_ipv6(host)
         try:
-            self._socket.bind(f"tcp://{endpoint(host, '*')}")
+            self.address = bind_to_free_port(self._socket, host)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -86,10 +86,15 @@ class OneOf:
         return core_schema.literal_schema(list(self.allowed))
 
 
-def hint(key: str, known: list[str]) -> str:
-    """Return a hint for an unknown key: the nearest known one, or all that are known."""
+def nearest(key: str, known: Collection[str]) -> str:
+    """Return `did you mean 'NAME'?` with the nearest known name; empty if none is near."""
     near = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
+def hint(key: str, known: Collection[str]) -> str:
+    """Return a hint for an unknown key: the nearest known one, or all that are known."""
+    return nearest(key, known) or f"known are {', '.join(known)}"
 
 
 def describe(error: ValidationError, secret: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Arguments of vLLM that Baton does not implement.
+"""Arguments of vLLM and its server that Baton does not implement.
 
 Scripts written for vLLM spell out many of its defaults. Such an argument is accepted if its value changes nothing, and
 otherwise refused with the reason. None always changes nothing.
@@ -17,6 +17,11 @@ from .core.sampling import MAX_LOGPROBS
 class UnsupportedArgument:
     reason: str  # why other values are refused
     accepted: tuple[Any, ...] = ()  # beside None: values that change nothing, or describe what Baton does anyway
+
+    @property
+    def is_switch(self) -> bool:
+        """True if the argument is true or false, so that an option of this name needs no value."""
+        return bool(self.accepted) and all(isinstance(value, bool) for value in self.accepted)
 
 
 _TOKEN = "the token is HF_TOKEN in the environment, or that of `hf auth login`"
@@ -46,7 +51,19 @@ ENGINE = {
     "convert": UnsupportedArgument(_GENERATES, ("auto", "none")),
     "pooler_config": UnsupportedArgument(_GENERATES),
     "override_pooler_config": UnsupportedArgument(_GENERATES),
+    "served_model_name": UnsupportedArgument("an engine has no name: --model-id of `baton serve` is the model's"),
     "chat_template": UnsupportedArgument("the folder's own is used: write chat_template.jinja there"),
+    "chat_template_content_format": UnsupportedArgument("contents reach the template as text", ("auto", "string")),
+    "enable_auto_tool_choice": UnsupportedArgument("a model whose chat template lists tools may call them", (True,)),
+    "tool_call_parser": UnsupportedArgument("the form of a model's calls follows from its chat template"),
+    "tool_parser_plugin": UnsupportedArgument("the form of a model's calls follows from its chat template", ("",)),
+    "reasoning_parser": UnsupportedArgument("the form of a model's thoughts follows from its chat template", ("",)),
+    "enable_reasoning": UnsupportedArgument("thoughts are always told apart from the answer", (True,)),
+    "enable_prompt_tokens_details": UnsupportedArgument("answers always say how many tokens were cached", (True,)),
+    "enable_server_load_tracking": UnsupportedArgument("the route /load always exists", (True,)),
+    "enable_tokenizer_info_endpoint": UnsupportedArgument("the route /tokenizer_info always exists", (True,)),
+    "enable_log_requests": UnsupportedArgument("only failed requests are logged", (False,)),
+    "disable_log_requests": UnsupportedArgument("only failed requests are logged", (True,)),
     "allowed_local_media_path": UnsupportedArgument(_TEXT_ONLY, ("",)),
     "allowed_media_domains": UnsupportedArgument(_TEXT_ONLY, ([],)),
     "limit_mm_per_prompt": UnsupportedArgument(_TEXT_ONLY, ({},)),
@@ -104,7 +121,7 @@ GENERATE = {
 CHAT = {
     **_REQUEST,
     "chat_template": ENGINE["chat_template"],
-    "chat_template_content_format": UnsupportedArgument("contents reach the template as text", ("auto", "string")),
+    "chat_template_content_format": ENGINE["chat_template_content_format"],
 }
 
 

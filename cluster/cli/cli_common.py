@@ -184,10 +184,12 @@ def _names(parameter: Any) -> list[str]:
 def _is_value(word: str, option: str) -> bool:
     """Return whether a word that follows an engine argument is its value; one that is true or false needs none."""
     from baton.engine.config import EngineArguments
+    from baton.engine.vllm_compat import ENGINE
 
-    name = option.removeprefix("--").replace("-", "_")
-    field = EngineArguments.model_fields.get(name.removeprefix("no_"))
+    name = option.removeprefix("--").replace("-", "_").removeprefix("no_")
+    field = EngineArguments.model_fields.get(name)
     is_switch = field is not None and field.annotation in (bool, bool | None)
+    is_switch |= name in ENGINE and ENGINE[name].is_switch
     return word.lower() in ("true", "false") if is_switch else not word.startswith("--")
 
 

@@ -196,7 +196,7 @@ def _check_application(name: str, spec: FleetSpec) -> tuple[str, bool]:
             unchecked = f"the weights and the tokenizer of {spec.model}, where no weights are"
         else:
             check_model_files(spec, with_weights=with_weights)
-    fleets = ", ".join(f"{fleet.spelled} {role}" for role, fleet in spec.fleets.present.items())
+    fleets = ", ".join(f"{fleet.size_text} {role}" for role, fleet in spec.fleets.present.items())
     aside = f" (not checked: {unchecked})" if unchecked else ""
     return f"{name} is fine: {spec.served_model_id}, {fleets}{aside}", not unchecked
 

@@ -25,7 +25,7 @@ import zmq
 
 from baton.cluster.wire import ClientMessage, Codec, EngineMessage, RequestName, Submit, WireError
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.sockets import enable_heartbeat, endpoint, is_ipv6
+from baton.engine.net.sockets import bind_to_free_port, enable_heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class ReceivedEvent(NamedTuple):
 
     gateway: bytes
     event: Event
-    came_s: float  # arrival by `time.monotonic`; a long step may delay its handling
+    received_s: float  # arrival by `time.monotonic`; a long step may delay its handling
 
 
 class EngineSocket:
@@ -99,13 +99,11 @@ class EngineSocket:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._configure(key, heartbeat_timeout_s)
-        self._socket.ipv6 = is_ipv6(host)
         try:
-            self._socket.bind(f"tcp://{endpoint(host, '*')}")
+            self.address = bind_to_free_port(self._socket, host)
         except zmq.ZMQError:
             self._context.destroy(linger=0)  # collecting a context with an open socket would block for ever
             raise
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._wakeup_in, self._wakeup_out = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._wakeup_in.bind("inproc://wakeup")
         self._wakeup_out.connect("inproc://wakeup")

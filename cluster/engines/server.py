@@ -40,7 +40,7 @@ LEAVING = EngineError(ErrorKind.LEAVING, "The engine is shutting down: the reque
 class ServedEngine(StatusSource, Protocol):
     """The part of `EngineCore` that the server uses."""
 
-    def add(self, request: EngineRequest, came_s: float | None = None) -> None: ...
+    def add(self, request: EngineRequest, received_s: float | None = None) -> None: ...
     def begin(self, request_id: str, generation: int, token_id: int) -> None: ...
     def abort(self, request_id: str, generation: int | None = None) -> None: ...
     def step(self) -> list[EngineOutput]: ...
@@ -175,8 +175,8 @@ class EngineServer:
 
     def _turn(self) -> None:
         self._turn_began_s = time.monotonic()
-        for gateway, event, came_s in self.socket.take():
-            self._handle(gateway, event, came_s)
+        for gateway, event, received_s in self.socket.take():
+            self._handle(gateway, event, received_s)
         has_work = self._engine.has_work()
         if has_work and self._publisher.looks_idle:
             self._publisher.publish()  # otherwise all gateways without requests in it would take it for idle
@@ -200,7 +200,7 @@ class EngineServer:
             self.socket.flush()
             raise
 
-    def _handle(self, gateway: bytes, event: Event, came_s: float) -> None:
+    def _handle(self, gateway: bytes, event: Event, received_s: float) -> None:
         match event:
             case Hello():
                 self._abort_all_of(gateway)
@@ -213,7 +213,7 @@ class EngineServer:
                 self._end_all_of(gateway)
             case Submit(request=request, queue=queue):
                 self._publisher.subscribe(gateway)  # it is connected again, even if a message to it was lost before
-                self._add(gateway, request, queue, came_s)
+                self._add(gateway, request, queue, received_s)
             case Begin(request_id=request_id, generation=generation, token_id=token_id):
                 if self._requests.owner_of(request_id) == RequestOwner(gateway, generation):
                     self._engine.begin(request_id, generation, token_id)
@@ -237,7 +237,7 @@ class EngineServer:
                     self._abort(request_id, owner.generation)
                     self._refuse(owner.gateway, request_id, owner.generation, LEAVING)
 
-    def _add(self, gateway: bytes, request: EngineRequest, queue: QueueBound | None, came_s: float) -> None:
+    def _add(self, gateway: bytes, request: EngineRequest, queue: QueueBound | None, received_s: float) -> None:
         if self._leaves:
             self._refuse(gateway, request.request_id, request.generation, LEAVING)
             return
@@ -253,7 +253,7 @@ class EngineServer:
             self._refuse(gateway, request.request_id, request.generation, _full(stats, queue))
             return
         self._requests.add(request, gateway)
-        self._engine.add(request, came_s)
+        self._engine.add(request, received_s)
 
     def _end_unreadable(self, gateway: bytes, name: RequestName | None, reason: str) -> None:
         """End the request that an undecodable message names, or all requests of the gateway if it names none."""

@@ -14,9 +14,9 @@ from pydantic import Field
 
 from baton.cluster.contracts import EngineTrace
 
-from .api.endpoints import GatewayServices
 from .api.json_body import parse_object
 from .api.parsing import parse_request
+from .api.services import GatewayServices
 from .api.validators import Integer, RequestModel
 from .bodies.body import read_body
 from .errors import ApiError, excerpt, no_directory, not_admin, unknown_request

@@ -22,8 +22,9 @@ from .api.body_reader import RequestKind
 from .api.body_service import BodyService
 from .api.chat import ChatRenderer
 from .api.completions import CompletionRenderer
-from .api.endpoints import GatewayServices, GenerationEndpoint, TokenEndpoint
+from .api.endpoints import GenerationEndpoint, TokenEndpoint
 from .api.responses import ResponsesRenderer
+from .api.services import GatewayServices
 from .api_keys import ApiKeys
 from .errors import ANTHROPIC_ROUTE, ApiError, excerpt
 from .metrics import GatewayMetrics
@@ -75,31 +76,13 @@ def create_app(
     keys = ApiKeys(settings)
     drain = drain or Drain()
     metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.counters)
-    rates = LearntRates(settings.cost, time.monotonic)
-    router = Router(
-        settings.gateway_id,
-        rates=rates,
-        session_patience_s=settings.session_patience_s,
-        local_prefill_max_tokens=settings.local_prefill_max_tokens,
-    )
-    admission = AdmissionControl(settings, rates, time.monotonic)
-    breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
-    serving = ServingContext(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
+    serving = _serving_context(client, settings, metrics, scales_from_zero=scales_from_zero)
     bodies = bodies or BodyService(model, settings, metrics)
-    gateway = GatewayServices(model, metrics, admission, serving, bodies, spans)
+    gateway = GatewayServices(model, metrics, serving.admission, serving, bodies, spans)
 
     # A redirect would name the scheme and host of this gateway; behind a balancer, clients use others.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    endpoints: dict[str, ASGIApp] = {
-        "/v1/completions": GenerationEndpoint(gateway, RequestKind.COMPLETION, CompletionRenderer),
-        "/v1/chat/completions": GenerationEndpoint(gateway, RequestKind.CHAT, ChatRenderer),
-        "/v1/responses": GenerationEndpoint(gateway, RequestKind.RESPONSE, ResponsesRenderer),
-        ANTHROPIC_ROUTE: GenerationEndpoint(gateway, RequestKind.MESSAGES, MessagesRenderer),
-        f"{ANTHROPIC_ROUTE}/count_tokens": TokenEndpoint(gateway, RequestKind.COUNT_TOKENS),
-        "/v1/responses/input_tokens": TokenEndpoint(gateway, RequestKind.INPUT_TOKENS),
-        "/tokenize": TokenEndpoint(gateway, RequestKind.TOKENIZE),
-        "/detokenize": TokenEndpoint(gateway, RequestKind.DETOKENIZE),
-    }
+    endpoints = _endpoints(gateway)
     for path, endpoint in endpoints.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     add_model_routes(app, model)
@@ -118,6 +101,36 @@ def create_app(
     app.add_middleware(OriginsMiddleware, allowed=lambda: serving.settings.allowed_origins)
     app.state.parts = _Parts(keys, bodies, serving)
     return app
+
+
+def _serving_context(
+    client: EngineClient, settings: GatewaySettings, metrics: GatewayMetrics, *, scales_from_zero: bool
+) -> ServingContext:
+    """Return what all sequences share: the router, admission and circuits, by one clock."""
+    rates = LearntRates(settings.cost, time.monotonic)
+    router = Router(
+        settings.gateway_id,
+        rates=rates,
+        session_patience_s=settings.session_patience_s,
+        local_prefill_max_tokens=settings.local_prefill_max_tokens,
+    )
+    admission = AdmissionControl(settings, rates, time.monotonic)
+    breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
+    return ServingContext(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
+
+
+def _endpoints(gateway: GatewayServices) -> dict[str, ASGIApp]:
+    """Return the application of each route that generates or counts tokens, by its path."""
+    return {
+        "/v1/completions": GenerationEndpoint(gateway, RequestKind.COMPLETION, CompletionRenderer),
+        "/v1/chat/completions": GenerationEndpoint(gateway, RequestKind.CHAT, ChatRenderer),
+        "/v1/responses": GenerationEndpoint(gateway, RequestKind.RESPONSE, ResponsesRenderer),
+        ANTHROPIC_ROUTE: GenerationEndpoint(gateway, RequestKind.MESSAGES, MessagesRenderer),
+        f"{ANTHROPIC_ROUTE}/count_tokens": TokenEndpoint(gateway, RequestKind.COUNT_TOKENS),
+        "/v1/responses/input_tokens": TokenEndpoint(gateway, RequestKind.INPUT_TOKENS),
+        "/tokenize": TokenEndpoint(gateway, RequestKind.TOKENIZE),
+        "/detokenize": TokenEndpoint(gateway, RequestKind.DETOKENIZE),
+    }
 
 
 @dataclass(frozen=True)
@@ -185,7 +198,8 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     """Answer the framework's errors in the same JSON as all others."""
     assert isinstance(error, HTTPException)
     there = f"There are {', '.join(CLIENT_ROUTES)}."
-    not_allowed = f"{request.method} is not allowed here."
+    allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+    not_allowed = f"{request.method} is not allowed here; allowed: {allowed}."
     if asking_page := request.headers.get("origin") if request.method == "OPTIONS" else None:
         not_allowed += (
             f" For web pages of {excerpt(asking_page)} put that into gateway.allowed_origins (--allowed-origin)."

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from baton.engine.net.sockets import endpoint, is_ipv6
+from baton.engine.net.sockets import bind_to_free_port
 
 SUSPECT_AFTER_S = 3.0  # two heartbeats are missing
 MISSED_AFTER_S = 6.0  # a member that was silent for so long and does not answer probes is gone
@@ -54,18 +54,16 @@ class ProbeSocket:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
-        self._socket.ipv6 = is_ipv6(host)
         self._socket.handshake_ivl = round(2 * PROBE_S * 1000)
         self.public_key, secret = zmq.curve_keypair()
         self._socket.curve_server, self._socket.curve_secretkey = True, secret
         self._socket.zap_domain = b"nobody"
         self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler, this refuses every peer
         try:
-            self._socket.bind(f"tcp://{endpoint(host, '*')}")
+            self.address = bind_to_free_port(self._socket, host)
         except zmq.ZMQError:
             self.close()
             raise
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
         """Close the socket; a second call does nothing."""

@@ -116,7 +116,7 @@ class Fleet(StrictModel):
         return Bounds(0 if self.min_replicas is None else self.min_replicas, self.max_replicas)
 
     @property
-    def spelled(self) -> str:
+    def size_text(self) -> str:
         """Return the number of groups as text for people."""
         low, high = self.bounds.min_replicas, self.bounds.max_replicas
         return str(low) if low == high else f"{low} to {high}"

@@ -74,12 +74,12 @@ class EngineCore:
         self._pending: deque[PendingStep] = deque()
         self._failure: Exception | None = None
 
-    def add(self, request: EngineRequest, came_s: float | None = None) -> None:
+    def add(self, request: EngineRequest, received_s: float | None = None) -> None:
         """Add a request. Never raises: if it cannot be served, the next step returns an output with ERROR.
 
-        `came_s` is the time when the request arrived in this process, by `time.monotonic`; default: now.
+        `received_s` is the time when the request arrived in this process, by `time.monotonic`; default: now.
         """
-        self.scheduler.add(request, came_s)
+        self.scheduler.add(request, received_s)
 
     def abort(self, request_id: str, generation: int | None = None) -> None:
         """End a request with ABORT, and withdraw its offers. Unknown ids are ignored.

@@ -205,7 +205,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")
         self._require("min_tokens", self.min_tokens >= 0, "must be at least 0")
         self._require(
-            "min_tokens", self.max_tokens is None or self.min_tokens <= self.max_tokens, "must not exceed max_tokens"
+            "min_tokens", self.max_tokens is None or self.min_tokens <= self.max_tokens, "must not exceed 'max_tokens'"
         )
         self._require("stop", len(self.stop) <= MAX_STOP_STRINGS, f"must hold at most {MAX_STOP_STRINGS} strings")
         self._require("stop", all(self.stop), "must not hold an empty string")

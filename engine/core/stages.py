@@ -27,10 +27,10 @@ class Stages:
 
     __slots__ = ("_clock", "_reached_s")
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, came_s: float | None = None) -> None:
-        """Begin with `QUEUED`, reached at `came_s`, by default now."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic, received_s: float | None = None) -> None:
+        """Begin with `QUEUED`, reached at `received_s`, by default now."""
         self._clock = clock
-        self._reached_s = {Stage.QUEUED: clock() if came_s is None else came_s}
+        self._reached_s = {Stage.QUEUED: clock() if received_s is None else received_s}
 
     def reach(self, stage: Stage, at_s: float | None = None) -> None:
         """Note when a stage was reached, by default now. Only the first call for a stage counts."""

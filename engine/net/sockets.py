@@ -29,6 +29,13 @@ def enable_heartbeat(socket: zmq.Socket[Any], heartbeat_timeout_s: float) -> Non
     socket.setsockopt(zmq.TCP_MAXRT, timeout_ms)  # for a connection with so much unsent data that no ping gets out
 
 
+def bind_to_free_port(socket: zmq.Socket[Any], host: str) -> str:
+    """Bind a socket to a free port of `host`, and return its address, `tcp://HOST:PORT`. Raises `zmq.ZMQError`."""
+    socket.ipv6 = is_ipv6(host)
+    socket.bind(f"tcp://{endpoint(host, '*')}")
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
 def is_ipv6(host: str) -> bool:
     """Return whether a host is an IPv6 address, rather than an IPv4 address or a name."""
     return ":" in host

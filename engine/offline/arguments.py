@@ -180,6 +180,13 @@ def require_tools(tools: Any) -> None:
         raise InvalidArgument("tools", f"are {tools!r}: give a list of dicts, each of which describes a function")
 
 
+def require_template_for_tools(tools: Any, tokenizer: Tokenizer) -> None:
+    """Raise `InvalidArgument` for tools of which the chat template would tell the model nothing."""
+    if tools and tokenizer.chat_template_source is not None and not tokenizer.lists_tools:
+        advice = "leave them out, or put a chat_template.jinja that lists them into the model's folder"
+        raise InvalidArgument("tools", f"are of no use: this model's chat template does not list them; {advice}")
+
+
 def template_variables(given: Any) -> Mapping[str, Any]:
     """Return the template variables in `chat_template_kwargs`. Raises `InvalidArgument`."""
     name = "chat_template_kwargs"

@@ -145,26 +145,9 @@ def drafts(
                 predictions = {prompt: edited(known[prompt], edit_every, vocab_size) for prompt in without.answers}
             before = _checked(llm)
             measured = _decode(llm, batch, temperature, predictions)
-            after = _checked(llm)
-            num_steps = after.num_drafts - before.num_drafts
-            num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
-            result = {
-                "batch_size": batch.num_prompts,
-                "input_len": batch.input_len,
-                "output_len": batch.output_len,
-                "baseline_throughput": without.throughput,
-                "output_throughput": measured.throughput,
-                "speedup": measured.throughput / without.throughput,
-                "spec_decode_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0,
-            }
+            result = _figures(batch, without, measured) | _acceptance_length(before, _checked(llm))
             if edit_every is not None:
-                num_equal = sum(measured.answers[prompt] == answer for prompt, answer in without.answers.items())
-                result |= {
-                    "baseline_throughput_per_cpu_second": without.per_cpu_second,
-                    "output_throughput_per_cpu_second": measured.per_cpu_second,
-                    "speedup_per_cpu_second": measured.per_cpu_second / without.per_cpu_second,
-                    "equal_answers": num_equal / len(without.answers),
-                }
+                result |= _figures_of_edits(without, measured)
             results.append(result)
     chosen: dict[str, Any] = {"speculative_config": own}
     if own is None:
@@ -182,6 +165,34 @@ def edited(answer: Sequence[int], every: int, vocab_size: int) -> list[int]:
         place, other = start + rng.randrange(every), rng.randrange(vocab_size)
         text[place : place + (number % 3 < 2)] = [] if number % 3 == 1 else [other]
     return text
+
+
+def _figures(batch: RandomBatch, without: _Decoded, measured: _Decoded) -> dict[str, Any]:
+    return {
+        "batch_size": batch.num_prompts,
+        "input_len": batch.input_len,
+        "output_len": batch.output_len,
+        "baseline_throughput": without.throughput,
+        "output_throughput": measured.throughput,
+        "speedup": measured.throughput / without.throughput,
+    }
+
+
+def _acceptance_length(before: SpeculationStats, after: SpeculationStats) -> dict[str, float]:
+    """Return the tokens drawn in a step with drafts, from the statistics before and after."""
+    num_steps = after.num_drafts - before.num_drafts
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    return {"spec_decode_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0}
+
+
+def _figures_of_edits(without: _Decoded, measured: _Decoded) -> dict[str, float]:
+    num_equal = sum(measured.answers[prompt] == answer for prompt, answer in without.answers.items())
+    return {
+        "baseline_throughput_per_cpu_second": without.per_cpu_second,
+        "output_throughput_per_cpu_second": measured.per_cpu_second,
+        "speedup_per_cpu_second": measured.per_cpu_second / without.per_cpu_second,
+        "equal_answers": num_equal / len(without.answers),
+    }
 
 
 def _checked(llm: LLM) -> SpeculationStats:

@@ -40,6 +40,7 @@ from .arguments import (
     predictions_for_each,
     refuse_unsupported,
     require_flag,
+    require_template_for_tools,
     require_tools,
     template_variables,
 )
@@ -156,9 +157,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, with the checkpoint's chat template.
 
-        `chat_template_kwargs` are additional variables of the template, such as `enable_thinking`. Text in messages is
-        never read as control tokens, even if it spells one, unless `special_tokens_in_messages` is set. `prediction` is
-        the expected answer of one conversation, or a list with one for each, as in `generate`.
+        `tools` need a template that lists them. `chat_template_kwargs` are additional variables of the template, such
+        as `enable_thinking`. Text in messages is never read as control tokens, even if it spells one, unless
+        `special_tokens_in_messages` is set. `prediction` is the expected answer of one conversation, or a list with one
+        for each, as in `generate`.
+
         Raises `ChatTemplateError` (`InvalidMessages` for messages), and the exceptions of `generate`.
         """
         refuse_unsupported("chat", vllm_arguments, vllm_compat.CHAT)
@@ -168,6 +171,7 @@ class LLM:
         require_tools(tools)
         variables = template_variables(chat_template_kwargs)
         tokenizer = self.get_tokenizer()
+        require_template_for_tools(tools, tokenizer)
         prompts: list[Prompt] = []
         conversations = as_conversations(messages)
         predictions = predictions_for_each(prediction, len(conversations))

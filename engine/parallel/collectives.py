@@ -28,7 +28,7 @@ class TorchGroup(Group):
     """A group of torch.distributed. gloo and NCCL reduce each element in one place, so all ranks get equal bits."""
 
     def __init__(self, tensors: Any, integers: Any) -> None:
-        """Create it from two process groups: `tensors` for device tensors, `integers` for `agree`."""
+        """Create it from two process groups: `tensors` for device tensors, `integers` for `all_max`."""
         self.rank = tensors.rank()
         self.size = tensors.size()
         self._tensors = tensors
@@ -63,10 +63,10 @@ class TorchGroup(Group):
         self._run(self._tensors.alltoall_base, out, x.contiguous(), list(received), list(sent), options)
         return out
 
-    def agree(self, values: Sequence[int]) -> list[int]:
-        agreed = torch.tensor(values, dtype=torch.int64)
-        self._run(self._integers.allreduce, [agreed], self._maximum)
-        return agreed.tolist()
+    def all_max(self, values: Sequence[int]) -> list[int]:
+        largest = torch.tensor(values, dtype=torch.int64)
+        self._run(self._integers.allreduce, [largest], self._maximum)
+        return largest.tolist()
 
     def _run(self, collective: Callable[..., Any], *args: object) -> None:
         try:

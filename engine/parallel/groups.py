@@ -20,8 +20,8 @@ ALL2ALL_BACKENDS = ("allgather_reducescatter", "all_to_all")  # how tokens reach
 class Group(abc.ABC):
     """Ranks 0 to `size` - 1. All members call the same methods in the same order, with tensors of matching shapes.
 
-    In a group of GPUs, collectives of tensors are launched in the current stream and may be captured; `agree` and
-    `close` run on the CPU. All methods raise `CollectiveFailed` once a member has gone.
+    In a group of GPUs, collectives of tensors are launched in the current stream and may be captured; `all_max`,
+    `all_min`, `barrier` and `close` run on the CPU. All methods raise `CollectiveFailed` once a member has gone.
     """
 
     rank: int
@@ -44,8 +44,16 @@ class Group(abc.ABC):
         """Send `sent[i]` rows of `x` to rank i, and return `received[i]` rows from each, in rank order."""
 
     @abc.abstractmethod
-    def agree(self, values: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum of all ranks' integers, on the CPU. Negate them for the minimum."""
+    def all_max(self, values: Sequence[int]) -> list[int]:
+        """Return the element-wise maximum of all ranks' integers."""
+
+    def all_min(self, values: Sequence[int]) -> list[int]:
+        """Return the element-wise minimum of all ranks' integers."""
+        return [-value for value in self.all_max([-value for value in values])]
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        self.all_max([0])
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -79,7 +87,7 @@ class _Alone(Group):
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return x
 
-    def agree(self, values: Sequence[int]) -> list[int]:
+    def all_max(self, values: Sequence[int]) -> list[int]:
         return list(values)
 
     def close(self) -> None:
@@ -107,7 +115,7 @@ class StubGroup(Group):
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return x.new_zeros(sum(received), *x.shape[1:])
 
-    def agree(self, values: Sequence[int]) -> list[int]:
+    def all_max(self, values: Sequence[int]) -> list[int]:
         return list(values)
 
     def close(self) -> None:

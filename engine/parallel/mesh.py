@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from ..net.sockets import endpoint, is_ipv6, is_ipv6_url
+from ..net.sockets import bind_to_free_port, is_ipv6_url
 from .groups import GroupFailed, ParallelGroups
 from .member import Member
 from .rendezvous import RendezvousClient
@@ -199,12 +199,10 @@ class Addresses:
         beat(socket)
         if member.secure_server is not None:
             member.secure_server(socket)
-        socket.ipv6 = is_ipv6(member.host)
         try:
-            socket.bind(f"tcp://{endpoint(member.host, '*')}")
+            return bind_to_free_port(socket, member.host)
         except zmq.ZMQError as error:
             raise GroupFailed(f"rank {member.rank} cannot listen at {member.host}: {error}") from error
-        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def remove(self) -> None:
         """Remove the sockets' files, so that a process killed later leaves none. Existing connections are kept."""

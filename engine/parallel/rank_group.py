@@ -85,7 +85,7 @@ class RankGroup:
         if self.groups.spread is None:
             return None
         wake_others = _wake_nobody if dp_wake is None else dp_wake.wake_others
-        lockstep = Lockstep(dp.rank, dp.size, dp.agree, wake_others, review_experts_every=review_experts_every)
+        lockstep = Lockstep(dp.rank, dp.size, dp.all_max, wake_others, review_experts_every=review_experts_every)
         if dp_wake is not None:
             dp_wake.listen(lockstep.on_wake)
         return lockstep

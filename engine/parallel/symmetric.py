@@ -43,8 +43,8 @@ class SymmetricGroup(Group):
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return self._group.all_to_all(x, sent, received)
 
-    def agree(self, values: Sequence[int]) -> list[int]:
-        return self._group.agree(values)
+    def all_max(self, values: Sequence[int]) -> list[int]:
+        return self._group.all_max(values)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         p2p.warm_up(self.memory, dtype)

@@ -110,7 +110,7 @@ class CudaStartup:
             with self._phases("compiling"):
                 self._compiler.wait()
                 self._compiler.close()
-        self._groups.widest.agree([0])  # wait until the kernels exist that one rank compiles for all
+        self._groups.widest.barrier()  # until the kernels exist that one rank compiles for all
         with self._phases("profile"), model.shortened():
             memory = self._profile(model, self._draft_model, self._groups, model_config, caches)
         torch.cuda.empty_cache()

@@ -76,7 +76,7 @@ def load_member(
         model = startup.load_weights(model_config)
     with phases("kv_cache"):
         longest, fitting = startup.size_kv_cache(model, model_config, own_caches)
-        max_model_len, *sizes = (-size for size in widest.agree([-longest, *(-size for size in fitting)]))
+        max_model_len, *sizes = widest.all_min([longest, *fitting])
         arenas = allocate_arenas(startup.allocate, own_caches, sizes)
     depth = config.depth_on(startup.device_type)
     core_config = _core_config(config, steps, model_config, max_model_len, sizes, depth)
@@ -84,7 +84,7 @@ def load_member(
 
     def make_runner() -> Runner:
         runner = startup.make_runner(model, arenas, model_config, core_config)
-        widest.agree([0])  # wait for all ranks: none serves before all can
+        widest.barrier()  # no rank serves before all can
         return runner if balancer is None else ReviewingRunner(runner, balancer, startup.in_order)
 
     return LoadedMember(
@@ -114,7 +114,7 @@ def _step_sizes(config: EngineConfig, model_config: ModelConfig, context: Device
     """Return the sizes of steps on which all ranks of the group agree: the smallest that any of them can have."""
     memory = None if context.device.type == "cpu" else torch.cuda.get_device_properties(context.device).total_memory
     sizes = step_sizes(config, model_config, memory)
-    return StepSizes(*(-size for size in context.groups.widest.agree([-size for size in sizes])))
+    return StepSizes(*context.groups.widest.all_min(sizes))
 
 
 def _startup_on(

@@ -108,7 +108,7 @@ def compile_within(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsP
         with capture_warnings() as warnings:
             grammar = compile_grammar(compiler, asked).serialize_json()
     except GrammarRefused as refused:
-        return RefusedReply(f"cannot be kept: {_cut(str(refused))}", refused.place)
+        return RefusedReply(f"cannot be enforced: {_cut(str(refused))}", refused.place)
     except (RuntimeError, ValueError) as error:  # raised by xgrammar
         if _OUT_OF_MEMORY in str(error):
             return RefusedReply("needs more memory to compile than it may have: simplify it")

@@ -174,12 +174,14 @@ def _tagged(variables: Mapping[str, Any], control: ControlTokens | None) -> Mapp
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy whose content is one string, or None for a message that has only tool calls."""
+    """Return a copy whose content is one string, or None for a message of the assistant that has none, only calls."""
     if not isinstance(message, Mapping):
         raise InvalidMessages(f"messages[{index}] must be an object with a role, not {type(message).__name__}")
     if not isinstance(message.get("role"), str):
         raise InvalidMessages(f"messages[{index}].role must be a string, not {message.get('role')!r}")
     content = message.get("content")
+    if content is None and message["role"] != "assistant":
+        raise InvalidMessages(f"messages[{index}] has no content, which the role {message['role']!r} needs")
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = "\n".join(_text_of_part(f"messages[{index}].content[{i}]", part) for i, part in enumerate(content))
     elif content is not None and not isinstance(content, str):

@@ -41,7 +41,7 @@ class CountingEngine:
         self.cached: dict[bytes, int] = {}
         self._log = BlockLog(self.cached.keys())
 
-    def add(self, request: EngineRequest, came_s: float | None = None) -> None:
+    def add(self, request: EngineRequest, received_s: float | None = None) -> None:
         self.running[request.request_id] = request
         self._done[request.request_id] = len(request.output_token_ids)
 

@@ -129,6 +129,6 @@ def groups_of(
         member, rendezvous_client, device, spread, timeout_s=GROUP_TIMEOUT_S, peer_memory=peer_memory
     )
     yield groups
-    groups.widest.agree([0])  # a member that is done must not leave while others still communicate
+    groups.widest.barrier()  # a member that is done must not leave while others still communicate
     groups.close()
     groups.wait_closed(GROUP_TIMEOUT_S)

@@ -59,7 +59,7 @@ class ThreadGroup(Group):
         assert [len(part) for part in parts] == list(received)
         return torch.cat(parts)
 
-    def agree(self, values: Sequence[int]) -> list[int]:
+    def all_max(self, values: Sequence[int]) -> list[int]:
         return [max(column) for column in zip(*self._table.exchange(self.rank, list(values)), strict=True)]
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Closing(Group):
     """A group that records that it was closed: members that wait in it return."""
 
     rank, size = 0, 2
-    all_reduce = all_gather = reduce_scatter = all_to_all = agree = lambda self, *args: ALONE.agree([])
+    all_reduce = all_gather = reduce_scatter = all_to_all = all_max = lambda self, *args: ALONE.all_max([])
 
     def __init__(self) -> None:
         self.closed = threading.Event()

@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from baton.cluster.gateway.api.anthropic_request import FIELDS as MESSAGES_FIELDS
+from baton.cluster.gateway.api.anthropic_request import MessagesRequest
 from baton.cluster.gateway.api.parsing import NOT_SUPPORTED
 from baton.cluster.gateway.api.protocol import ChatRequest, CompletionRequest
+from baton.cluster.gateway.api.responses_request import FIELDS as RESPONSES_FIELDS
+from baton.cluster.gateway.api.responses_request import ResponsesRequest
 from baton.cluster.gateway.routing.breaker import BreakerSettings
 from baton.cluster.gateway.routing.rates import CostRates
 from baton.cluster.gateway.settings import Change, QueueLimits, change_of
@@ -148,6 +152,18 @@ def test_the_page_of_the_http_api_names_every_field_and_no_other() -> None:
         *NOT_SUPPORTED,
         "unsupported_parameter",
     }
+
+
+def test_the_page_of_the_http_api_names_the_fields_that_converted_requests_lack() -> None:
+    page = " ".join((ROOT / "docs/reference/http.md").read_text().split())
+    both, messages = (
+        set(re.findall(r"`([a-z_]+)`", page.partition(begin)[2].partition(".")[0]))
+        for begin in ("under their API's own names, except ", "Messages also lack ")
+    )
+    shared = set(CompletionRequest.model_fields) & set(ChatRequest.model_fields)
+    assert shared - set(ResponsesRequest.model_fields) - RESPONSES_FIELDS.renamed.keys() == both
+    converted = {*MESSAGES_FIELDS.renamed, "logprobs"}  # messages have no log probabilities
+    assert shared - set(MessagesRequest.model_fields) - converted == both | messages
 
 
 def test_pages_that_follow_from_the_code_are_fresh() -> None:

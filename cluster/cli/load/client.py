@@ -294,37 +294,45 @@ async def _ask(
     is_named = load.request_id_prefix is not None and number is not None
     headers = {"x-request-id": f"{load.request_id_prefix}{number}"} if is_named else None
     answer = MeasuredRequest(input_tokens=len(request.prompt) if isinstance(request.prompt, list) else 0)
-    start_s = last_s = time.perf_counter()
+    start_s = time.perf_counter()
     answer.start_s = start_s - began_s
     try:
         async with client.post(load.at(load.route), json=body, headers=headers) as response:
-            if not response.ok:
+            if response.ok:
+                await _measure_answer(response.content, answer, start_s)
+            else:
                 answer.error = (await response.read()).decode(errors="replace")
-                return answer
-            async for event in _events(response.content):
-                if event.error is not None:
-                    answer.error = str(event.error)
-                    return answer
-                now_s = time.perf_counter()
-                if event.choices and not all(each.delta is not None and each.delta.opens for each in event.choices):
-                    if answer.ttft_s:
-                        answer.itl_s.append(now_s - last_s)
-                    else:
-                        answer.ttft_s = now_s - start_s
-                    last_s = now_s
-                if event.usage is not None:
-                    answer.output_tokens = event.usage.completion_tokens
-                    answer.input_tokens = event.usage.prompt_tokens or answer.input_tokens
-                for timeline in event.baton_timeline:
-                    for part in timeline.parts:
-                        answer.parts_s[part.stamp] = answer.parts_s.get(part.stamp, 0.0) + part.part_s
-                    answer.drafts += DraftCounts(
-                        timeline.num_drafts, timeline.num_draft_tokens, timeline.num_accepted_tokens
-                    )
     except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
         answer.error = f"{type(error).__name__}: {error}"
-    answer.latency_s = last_s - start_s
     return answer
+
+
+async def _measure_answer(content: aiohttp.StreamReader, answer: MeasuredRequest, start_s: float) -> None:
+    """Read a stream to its end, or to an error event, and note its figures. The request was sent at `start_s`."""
+    last_s = start_s
+    async for event in _events(content):
+        if event.error is not None:
+            answer.error = str(event.error)
+            return
+        now_s = time.perf_counter()
+        if event.choices and not all(each.delta is not None and each.delta.opens for each in event.choices):
+            if answer.ttft_s:
+                answer.itl_s.append(now_s - last_s)
+            else:
+                answer.ttft_s = now_s - start_s
+            answer.latency_s = now_s - start_s
+            last_s = now_s
+        if event.usage is not None:
+            answer.output_tokens = event.usage.completion_tokens
+            answer.input_tokens = event.usage.prompt_tokens or answer.input_tokens
+        for timeline in event.baton_timeline:
+            _note_timeline(timeline, answer)
+
+
+def _note_timeline(timeline: _Timeline, answer: MeasuredRequest) -> None:
+    for part in timeline.parts:
+        answer.parts_s[part.stamp] = answer.parts_s.get(part.stamp, 0.0) + part.part_s
+    answer.drafts += DraftCounts(timeline.num_drafts, timeline.num_draft_tokens, timeline.num_accepted_tokens)
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[_Event]:

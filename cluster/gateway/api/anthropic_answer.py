@@ -19,9 +19,10 @@ from baton.engine.text import ContentPart, OutputPart, ReasoningPart, Tokenizer,
 
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
+from .answer_reader import AnswerReader
 from .detokenize import ChoiceDelta
 from .job import GenerationJob, UsageOptions
-from .reasoning import TokenAttribution, sealed_thoughts, token_runs
+from .reasoning import sealed_thoughts
 from .renderer import Pieces, Text, UsageCounter, encode, read_in_turns
 from .tools import digest
 
@@ -218,12 +219,10 @@ class MessagesRenderer:
         self._job = job
         self._model_id = model_id
         self._tally = UsageCounter(job)
-        self._reader = job.parser_config.new_parser()
-        self._attribution = TokenAttribution()
+        self._reader = AnswerReader(job.parser_config.new_parser(), has_logprobs=job.sampling.logprobs is not None)
         self._content = Content(job.omits_thoughts)
         self._stop = StopDelta("end_turn", None)
         self._has_begun = False
-        self._length = 0  # of the text up to now
 
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
         events = self._read(delta)
@@ -266,33 +265,25 @@ class MessagesRenderer:
     def _read(self, delta: ChoiceDelta) -> list[Event]:
         self._tally.add(0, delta)
         events: list[Event] = []
-        for run in token_runs(delta, self._length, known=self._job.sampling.logprobs is not None):
-            self._attribution.push(run)
-            events += self._write(self._reader.push(run.text))
-        self._length += len(delta.text)
-        if delta.model_ended:
-            events += self._write(self._reader.push("", finished=True))
+        for part, _ in self._reader.push(delta):
+            events += self._write(part)
         if delta.finish_reason is not None:
             events += self._content.close()
             sequence = delta.stop_reason if isinstance(delta.stop_reason, str) else None
             self._stop = StopDelta(self._stop_reason(delta.finish_reason, sequence), sequence)
         return events
 
-    def _write(self, parts: list[OutputPart]) -> list[Event]:
-        self._attribution.take(parts)
-        events: list[Event] = []
-        for part in parts:
-            match part:
-                case ReasoningPart(text):
-                    events += self._content.add_thinking(text)
-                case ContentPart(text):
-                    events += self._content.add_text(text)
-                case ToolCallStart(number, name):
-                    call_id = digest(self._job.request_id, self._job.created, 0, number)
-                    events += self._content.begin_call(name, f"toolu_{call_id}")
-                case ToolCallArguments(_, text):
-                    events += self._content.add_input(text)
-        return events
+    def _write(self, part: OutputPart) -> list[Event]:
+        match part:
+            case ReasoningPart(text):
+                return self._content.add_thinking(text)
+            case ContentPart(text):
+                return self._content.add_text(text)
+            case ToolCallStart(number, name):
+                call_id = digest(self._job.request_id, self._job.created, 0, number)
+                return self._content.begin_call(name, f"toolu_{call_id}")
+            case ToolCallArguments(_, text):
+                return self._content.add_input(text)
 
     def _stop_reason(self, finish_reason: str, sequence: str | None) -> str:
         """Return the stop reason; `tool_use` only if all calls are complete, since it tells the client to run them."""
@@ -309,7 +300,7 @@ class MessagesRenderer:
             input_tokens=counted.prompt_tokens - cached,
             cache_read_input_tokens=cached,
             output_tokens=counted.completion_tokens,
-            output_tokens_details=ThinkingTokens(self._attribution.num_reasoning_tokens),
+            output_tokens_details=ThinkingTokens(self._reader.num_reasoning_tokens),
         )
 
 

@@ -10,8 +10,8 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,83 +29,31 @@ from ..errors import (
     ApiError,
     bad_request,
     draining,
-    ended_by_operator,
     internal,
     not_finished,
     priority_not_allowed,
 )
 from ..metrics import GatewayMetrics
 from ..middleware import FAILURE, REFUSED, caller_of, error_body, request_id_of
-from ..model import ServedModel
 from ..routing.ranks import PIN_HEADER, pinned_rank, reachable
-from ..serving.admission import AdmissionControl
 from ..serving.attempt import Deadline
-from ..serving.context import ServingContext
-from ..serving.recent_requests import RecentRequests
+from ..serving.recent_requests import EndedRequest
 from ..serving.sequence import ServedSequence
 from ..serving.timeline import Stamp, Timeline
-from ..settings import GatewaySettings
-from ..tracing import RequestSpans
 from .body_reader import RequestKind
-from .body_service import BodyService
 from .deadlines import RequestDeadlines
 from .detokenize import ChoiceDelta, SequenceDetokenizer
 from .job import GenerationJob, PreparedRequest
 from .renderer import Renderer
-from .response_writer import JSON_HEADERS, ResponseWriter, WritingTurns
+from .response_writer import JSON_HEADERS, ResponseWriter
 from .resume import LAST_EVENT_ID_HEADER, ResumableStream, StreamPosition
+from .services import GatewayServices
 from .streams import ClientDisconnected, merge_streams, run_until_disconnect
 
 logger = logging.getLogger(__name__)
 
 SESSION_HEADER = "x-session-id"
 MAX_SESSION_ID_CHARS = 256
-
-
-class GeneratingRequests:
-    """This gateway's running generating requests by their ids. Clients choose the ids, so several may share one."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, list[RequestDeadlines]] = {}
-
-    @contextmanager
-    def listed(self, request_id: str, deadlines: RequestDeadlines) -> Iterator[None]:
-        """List a request while the block runs."""
-        self._by_id.setdefault(request_id, []).append(deadlines)
-        try:
-            yield
-        finally:
-            same = self._by_id[request_id]
-            same.remove(deadlines)
-            if not same:
-                del self._by_id[request_id]
-
-    def end(self, request_id: str) -> int:
-        """End the requests with this id, and return their number."""
-        found = self._by_id.get(request_id, [])
-        for deadlines in found:
-            deadlines.end(ended_by_operator())
-        return len(found)
-
-
-@dataclass(frozen=True)
-class GatewayServices:
-    """The parts of a gateway that every request uses."""
-
-    model: ServedModel
-    metrics: GatewayMetrics
-    admission: AdmissionControl
-    serving: ServingContext
-    bodies: BodyService
-    spans: RequestSpans | None  # None: no exporter is configured
-    turns: WritingTurns = dataclasses.field(default_factory=WritingTurns)
-    running: GeneratingRequests = dataclasses.field(default_factory=GeneratingRequests)
-    recent: RecentRequests = dataclasses.field(default_factory=RecentRequests)
-
-    @property
-    def settings(self) -> GatewaySettings:
-        """Return the settings in force, which may change."""
-        return self.serving.settings
 
 
 @dataclass(frozen=True)
@@ -183,21 +131,23 @@ class GenerationEndpoint:
 
     def _ended(self, http: Request, writer: ResponseWriter, started_s: float) -> None:
         gateway, ended_s = self._gateway, time.monotonic()
-        gateway.metrics.request_s.observe(ended_s - started_s)
+        latency_s = ended_s - started_s
+        gateway.metrics.request_s.observe(latency_s)
         timelines = [sequence.timeline for sequence in writer.sequences]
         for timeline in timelines:
             if timeline.is_whole:
                 timeline.note(Stamp.LAST_BYTE, ended_s)
                 gateway.metrics.observe_parts(timeline)
-        gateway.recent.note(
-            caller_of(http.scope).key,
-            request_id_of(http.scope),
-            http.scope["path"],
-            writer.status,
-            ended_s - started_s,
-            ", ".join(dict.fromkeys(sequence.path for sequence in writer.sequences)),
-            timelines,
+        request = EndedRequest(
+            request_id=request_id_of(http.scope),
+            route=http.scope["path"],
+            status=writer.status,
+            began_at=time.time() - latency_s,
+            latency_s=latency_s,
+            path=", ".join(dict.fromkeys(sequence.path for sequence in writer.sequences)),
+            choices=[],
         )
+        gateway.recent.note(request, caller_of(http.scope).key, timelines)
         if gateway.spans is not None:
             what: dict[str, str | int] = {
                 "baton.request_id": request_id_of(http.scope),

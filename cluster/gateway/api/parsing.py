@@ -82,6 +82,15 @@ RENAMED = {
     "structural_tag": "structured_outputs.structural_tag",
 }
 
+# Unknown fields that clients often send -> advice, and the field without which it does not apply.
+ADVICE: dict[str, tuple[str, str | None]] = {
+    "enable_thinking": ("Put it into 'chat_template_kwargs'.", "chat_template_kwargs"),
+    "extra_body": ("Put its fields into the body itself.", None),
+    "max_completion_tokens": ("Did you mean 'max_tokens'?", "max_tokens"),
+    "request_id": ("Send it as the header 'x-request-id'.", None),
+    "thinking": ("Put it into 'chat_template_kwargs'.", "chat_template_kwargs"),
+}
+
 _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
 _TYPES = {  # pydantic's error -> the required type
     **dict.fromkeys(("string_type",), "a string"),
@@ -193,9 +202,17 @@ def _length(error: ErrorDetails) -> str:
 
 def _unknown(kind: type[BaseModel], place: list[str | int]) -> str:
     name = shorten(str(place[-1]))
-    nearest = difflib.get_close_matches(name, kind.model_fields, n=1) if len(place) == 1 else []
-    advice = f"Did you mean {nearest[0]!r}?" if nearest else "Leave it out."
+    advice = _advice(kind, name) if len(place) == 1 else "Leave it out."
     return f"Unrecognized request argument: {name!r}. {advice}"
+
+
+def _advice(kind: type[BaseModel], name: str) -> str:
+    """Return what to do about a field that `kind` does not have."""
+    advice, needed = ADVICE.get(name, (None, None))
+    if advice is not None and (needed is None or needed in kind.model_fields):
+        return advice
+    nearest = difflib.get_close_matches(name, kind.model_fields, n=1)
+    return f"Did you mean {nearest[0]!r}?" if nearest else "Leave it out."
 
 
 _CHATS_TOOL = re.compile(r"(tools\[\d+\])\.function(?:\.(\w+))?")

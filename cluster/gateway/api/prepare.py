@@ -28,7 +28,7 @@ from .parsing import ApiFields, client_names
 from .protocol import ChatInput, ChatRequest, CompletionRequest, GenerationRequest, Prediction, Prompt, StreamOptions
 from .reasoning import effort_variables
 from .structured_output import answer_constraint, reasoning_before, requested_constraint
-from .tools import parser_config, tool_call_rules
+from .tools import check_prompt_lists_tools, parser_config, tool_call_rules
 
 T = TypeVar("T")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -96,13 +96,13 @@ class Preparer:
         self._check_model(request.model)
         if request.max_tokens is not None and request.max_completion_tokens is not None:
             raise bad_request("max_tokens", "Give 'max_completion_tokens' or its old name 'max_tokens', not both.")
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise bad_request("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         asked = getattr(request, field)
         tokenizer = self._model.tokenizer
         form = tokenizer.tool_call_format
-        calls = tool_call_rules(request, form, is_told=tokenizer.lists_tools)
+        calls = tool_call_rules(request, form)
         keeps_all = request.truncate_prompt_tokens is None
         prompt = await self._chat_prompt(request, keeps_all=keeps_all)
         constraint = requested_constraint(request)
@@ -144,6 +144,9 @@ class Preparer:
         if self._in_event_loop and len(request.messages) > INLINE_MESSAGES:
             raise TooLargeForEventLoop
         self._check_length("messages", len(request.messages))  # each message is one token at least
+        if request.continue_final_message and request.add_generation_prompt:
+            message = "'continue_final_message' needs 'add_generation_prompt' to be false."
+            raise bad_request("continue_final_message", message)
         messages = [message.for_template() for message in request.messages]
         variables = request.chat_template_kwargs or {}
         efforts = effort_variables(request.reasoning_effort, self._model.tokenizer.template_variables)
@@ -151,6 +154,7 @@ class Preparer:
             param = f"chat_template_kwargs.{reserved[0]}"
             raise bad_request(param, f"{reserved[0]!r} cannot be set in 'chat_template_kwargs'.")
         tokenizer = self._model.tokenizer
+        check_prompt_lists_tools(request.usable_tools, tokenizer)
         chat = {
             "messages": messages,
             "tools": [tool.for_template() for tool in request.usable_tools] or None,
@@ -293,8 +297,9 @@ class Preparer:
             sampling = SamplingParams(**values)
             sampling.check_vocabulary(self._model.vocab_size)
         except InvalidSamplingParams as error:
-            param = {"bad_words_token_ids": "bad_words", **names}.get(error.field, error.field)
-            raise bad_request(param, f"{param!r} {error.message}.") from None
+            refusal = bad_request(error.field, f"{error.field!r} {error.message}.")
+            refusal.rename({"bad_words_token_ids": "bad_words", **names})
+            raise refusal from None
         return sampling
 
     def _max_tokens(self, asked: int | None, tokens: Sequence[int], default: int, prompt: str, field: str) -> int:

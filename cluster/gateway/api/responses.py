@@ -19,11 +19,11 @@ from baton.engine.text import ContentPart, OutputPart, ReasoningPart, Tokenizer,
 
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
-from .detokenize import ChoiceDelta
+from .answer_reader import AnswerReader
+from .detokenize import ChoiceDelta, LocatedToken
 from .job import GenerationJob, PreparedRequest, UsageOptions
 from .logprobs import num_logprobs
 from .prepare import Preparer
-from .reasoning import TokenAttribution, token_runs
 from .renderer import Pieces, Text, UsageCounter, at_once, fill, read_in_turns
 from .responses_input import ResponseChat, as_chat
 from .responses_output import Item, LogprobList, Output, OutputEvent, Status
@@ -164,24 +164,22 @@ class ResponsesRenderer:
         self._tokenizer = tokenizer
         self._response = ResponseObject.in_progress(job, model_id)
         self._tally = UsageCounter(job)
-        self._reader = job.parser_config.new_parser()
-        self._attribution = TokenAttribution()
+        self._reader = AnswerReader(job.parser_config.new_parser(), has_logprobs=job.sampling.logprobs is not None)
         self._output = Output(self._response.id)
-        self._length = 0  # of the text up to now
         self._num_events = 0
 
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
         opening = self._opening()
-        return self._told([*opening, *self._read(delta)], event_id)
+        return self._encode_events([*opening, *self._read(delta)], event_id)
 
     def end(self) -> Text:
-        return self._told([self._whole_event()])
+        return self._encode_events([self._whole_event()])
 
     def failed(self, error: ApiError) -> Text:
         events = self._opening() + self._output.close("incomplete", is_in_call=self._reader.is_in_call)
         self._response.error = ResponseError(_error_code(error.status), error.message, error.type)
         self._settle("failed")
-        return self._told([*events, self._whole_event()])
+        return self._encode_events([*events, self._whole_event()])
 
     def whole(self, choices: Sequence[Sequence[ChoiceDelta]]) -> Text:
         return self._read_and_write(choices[0])
@@ -193,29 +191,22 @@ class ResponsesRenderer:
     def _read(self, delta: ChoiceDelta) -> list[OutputEvent]:
         self._tally.add(0, delta)
         events: list[OutputEvent] = []
-        for run in token_runs(delta, self._length, known=self._job.sampling.logprobs is not None):
-            self._attribution.push(run)
-            events += self._write(self._reader.push(run.text))
-        self._length += len(delta.text)
-        if delta.model_ended:
-            events += self._write(self._reader.push("", finished=True))
+        for part, tokens in self._reader.push(delta):
+            events += self._write(part, tokens)
         if delta.finish_reason is not None:
             events += self._finish("incomplete" if delta.finish_reason == "length" else "completed")
         return events
 
-    def _write(self, parts: list[OutputPart]) -> list[OutputEvent]:
-        events: list[OutputEvent] = []
-        for part, tokens in zip(parts, self._attribution.take(parts), strict=True):
-            match part:
-                case ReasoningPart(text):
-                    events += self._output.add_reasoning(text)
-                case ContentPart(text):
-                    events += self._output.add_text(text, tokens)
-                case ToolCallStart(number, name):
-                    events += self._output.begin_call(name, call_id(self._job.request_id, self._job.created, 0, number))
-                case ToolCallArguments(_, text):
-                    events += self._output.add_arguments(text)
-        return events
+    def _write(self, part: OutputPart, tokens: list[LocatedToken]) -> list[OutputEvent]:
+        match part:
+            case ReasoningPart(text):
+                return self._output.add_reasoning(text)
+            case ContentPart(text):
+                return self._output.add_text(text, tokens)
+            case ToolCallStart(number, name):
+                return self._output.begin_call(name, call_id(self._job.request_id, self._job.created, 0, number))
+            case ToolCallArguments(_, text):
+                return self._output.add_arguments(text)
 
     def _finish(self, status: Status) -> list[OutputEvent]:
         events = self._output.finish(status, is_in_call=self._reader.is_in_call)
@@ -239,7 +230,7 @@ class ResponsesRenderer:
             input_tokens=counted.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached, counted.prompt_tokens - cached),
             output_tokens=counted.completion_tokens,
-            output_tokens_details=OutputTokensDetails(self._attribution.num_reasoning_tokens),
+            output_tokens_details=OutputTokensDetails(self._reader.num_reasoning_tokens),
             total_tokens=counted.total_tokens,
         )
 
@@ -254,7 +245,7 @@ class ResponsesRenderer:
     def _whole_event(self) -> OutputEvent:
         return OutputEvent(self._response.status, {"response": self._response}, self._output.lists)
 
-    def _told(self, events: list[OutputEvent], event_id: bytes = b"") -> Text:
+    def _encode_events(self, events: list[OutputEvent], event_id: bytes = b"") -> Text:
         texts: list[Iterator[bytes]] = []
         for kind, fields, lists in events:
             event = {"type": f"response.{kind}", "sequence_number": self._num_events, **fields}

@@ -20,7 +20,7 @@ def requested_constraint(request: GenerationRequest) -> StructuredOutputsParams 
     wanted, asked = request.response_format, request.structured_outputs
     if wanted is not None and wanted.type != "text" and asked is not None:
         raise bad_request("response_format", "Give 'response_format' or 'structured_outputs', not both.")
-    with _said_by(request):
+    with _with_client_fields(request):
         if asked is not None:
             return StructuredOutputsParams(**asked.model_dump(by_alias=True))
         if wanted is None or wanted.type == "text":
@@ -50,7 +50,7 @@ def answer_constraint(
     frame = form if form is not None and form.frames_answers else None
     if calls is None and (asked is None or (frame is None and reasoning is ReasoningStart.NONE)):
         return asked
-    with _said_by(request):
+    with _with_client_fields(request):
         words = None if asked is None else _as_grammar(asked)
         grammar = words if calls is None else calls.grammar(words)
         if grammar is None:
@@ -65,7 +65,7 @@ def answer_constraint(
 
 
 @contextmanager
-def _said_by(request: GenerationRequest) -> Iterator[None]:
+def _with_client_fields(request: GenerationRequest) -> Iterator[None]:
     """Convert errors of sampling parameters to `ApiError`, with the client's field names."""
     try:
         yield
@@ -83,7 +83,7 @@ def _said_by(request: GenerationRequest) -> Iterator[None]:
 def _as_grammar(asked: StructuredOutputsParams) -> GrammarSpec:
     """Return a constraint in the form of a part of a structural tag."""
     if asked.disable_any_whitespace:
-        message = "cannot be kept beside 'tools', or with models that put markers around every answer; leave it out"
+        message = "cannot be combined with 'tools', or with models that put markers around every answer; leave it out"
         raise InvalidSamplingParams("structured_outputs.disable_any_whitespace", message)
     match asked:
         case StructuredOutputsParams(json=str(schema)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.engine.text import (
@@ -11,11 +12,12 @@ from baton.engine.text import (
     GrammarToolCallFormat,
     ParserConfig,
     ReasoningStart,
+    Tokenizer,
     ToolCallFormat,
 )
 
 from ..errors import bad_request, excerpt
-from .chat_messages import AllowedToolChoice, Function, NamedToolChoice, ToolChoice
+from .chat_messages import AllowedToolChoice, Function, NamedToolChoice, Tool, ToolChoice
 from .protocol import ChatRequest
 
 NO_ARGUMENTS = {"type": "object", "properties": {}}
@@ -65,10 +67,20 @@ def parser_config(form: ToolCallFormat | None, calls: ToolCallRules | None, reas
     return ParserConfig(form if form is not None and form.frames_answers else None, reasoning=reasoning)
 
 
-def tool_call_rules(request: ChatRequest, form: ToolCallFormat | None, *, is_told: bool) -> ToolCallRules | None:
+def check_prompt_lists_tools(tools: Collection[Tool], tokenizer: Tokenizer) -> None:
+    """Raise `ApiError` (400) for tools that the model's chat template would leave out of the prompt."""
+    if tools and not tokenizer.lists_tools:
+        message = (
+            "'tools' is not supported with this model: its chat template does not list them. Put a chat_template.jinja "
+            "that does into the model's folder, or leave 'tools' out."
+        )
+        raise bad_request("tools", message, "unsupported_parameter")
+
+
+def tool_call_rules(request: ChatRequest, form: ToolCallFormat | None) -> ToolCallRules | None:
     """Return the rules, or None if the answer cannot contain calls. Raises `ApiError` (400).
 
-    `form` is the model's tool-call format; `is_told` says whether the model's prompts list the tools.
+    `form` is the model's tool-call format.
     """
     _check_choice(request)
     if not request.usable_tools:
@@ -77,12 +89,6 @@ def tool_call_rules(request: ChatRequest, form: ToolCallFormat | None, *, is_tol
         message = (
             "'tools' is not supported with this model: its chat template teaches no form of calls that is known. "
             "Leave it out, or set 'tool_choice' to 'none'."
-        )
-        raise bad_request("tools", message, "unsupported_parameter")
-    if not is_told:
-        message = (
-            "'tools' is not supported with this model: its chat template does not tell the model of them. Put a "
-            "chat_template.jinja that does into the model's folder, or set 'tool_choice' to 'none'."
         )
         raise bad_request("tools", message, "unsupported_parameter")
     if not isinstance(form, GrammarToolCallFormat):

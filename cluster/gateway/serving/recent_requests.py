@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,18 +28,12 @@ class EndedRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Kept:
+    request: EndedRequest  # without its choices
     caller: bytes | None
-    request_id: str
-    route: str
-    status: int
-    began_at: float
-    latency_s: float
-    path: str
     timelines: list[Timeline]
 
     def report(self) -> EndedRequest:
-        choices = [timeline.report() for timeline in self.timelines]
-        return EndedRequest(self.request_id, self.route, self.status, self.began_at, self.latency_s, self.path, choices)
+        return msgspec.structs.replace(self.request, choices=[timeline.report() for timeline in self.timelines])
 
 
 class RecentRequests:
@@ -49,25 +42,14 @@ class RecentRequests:
     def __init__(self, most: int = MOST_REQUESTS) -> None:
         self._kept: deque[_Kept] = deque(maxlen=most)
 
-    def note(
-        self,
-        caller: bytes | None,
-        request_id: str,
-        route: str,
-        status: int,
-        latency_s: float,
-        path: str,
-        timelines: Sequence[Timeline],
-    ) -> None:
-        """Keep a finished request. `caller` is the digest of its API key."""
-        began_at = time.time() - latency_s
-        kept = list(timelines[:MOST_CHOICES])
-        self._kept.append(_Kept(caller, request_id, route, status, began_at, latency_s, path, kept))
+    def note(self, request: EndedRequest, caller: bytes | None, timelines: Sequence[Timeline]) -> None:
+        """Keep a finished request, whose `choices` are made of the timelines. `caller` is the digest of its API key."""
+        self._kept.append(_Kept(request, caller, list(timelines[:MOST_CHOICES])))
 
     def find(self, request_id: str, caller: bytes | None, *, sees_all: bool) -> list[EndedRequest]:
         """Return the requests with this id, newest first: those of the caller, or all if it `sees_all`."""
         return [
             each.report()
             for each in reversed(self._kept)
-            if each.request_id == request_id and (sees_all or each.caller == caller)
+            if each.request.request_id == request_id and (sees_all or each.caller == caller)
         ]

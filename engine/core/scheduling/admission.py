@@ -7,6 +7,7 @@ waiting ── its KV is at another engine, or in a tier ──> KVLoading ─�
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..kv.fence import Fence
 from ..kv.request_memory import RequestMemory, RestorePlan
@@ -15,7 +16,8 @@ from ..kv.transfers import Transfers
 from ..messages import EngineError, ErrorKind
 from ..requests.request import Request, RequestStatus
 from ..stages import Stage
-from .queues import ReadyQueue, RunningRequests, WaitingQueue
+from .queues import ReadyQueue, WaitingQueue
+from .running_requests import RunningRequests
 from .step_builder import StepBuilder
 
 SHORT_SHARE = 4  # while long prompts are read, a quarter of a step's budget is kept for short ones
@@ -134,6 +136,15 @@ class KVLoading:
         self.ready.add(request)
 
 
+@dataclass(frozen=True)
+class Queues:
+    """The queues in which a live request can be. One whose grammar is being compiled is in none."""
+
+    waiting: WaitingQueue
+    loading: KVLoading
+    running: RunningRequests
+
+
 class Admission:
     """Decides which waiting requests may start: first those that are ready, then the queue in order.
 
@@ -145,19 +156,11 @@ class Admission:
       given as many together as the head needs: then the head is next, whatever comes.
     """
 
-    def __init__(
-        self,
-        waiting: WaitingQueue,
-        loading: KVLoading,
-        running: RunningRequests,
-        memory: RequestMemory,
-        fence: Fence,
-        tier_copies: TierCopies,
-    ) -> None:
+    def __init__(self, queues: Queues, memory: RequestMemory, fence: Fence, tier_copies: TierCopies) -> None:
         self.num_prompt_tokens = 0  # of all requests so far that started here, rather than after a hand-off
-        self._waiting = waiting
-        self._loading = loading
-        self._running = running
+        self._waiting = queues.waiting
+        self._loading = queues.loading
+        self._running = queues.running
         self._memory = memory
         self._fence = fence
         self._tier_copies = tier_copies

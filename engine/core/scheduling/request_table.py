@@ -25,32 +25,29 @@ from ..requests.drafting import Drafting
 from ..requests.request import STATUS_AFTER, FinishRule, Request, RequestStatus
 from ..sampling import SEED_BITS, InvalidSamplingParams
 from ..stages import Stages
-from .admission import KVLoading
-from .queues import RunningRequests, WaitingQueue
+from .admission import Queues
 
 
 class RequestTable(Mapping[str, Request]):
-    """Requests by id. Each is in exactly one of the queues given to the constructor, or waits for its grammar."""
+    """Requests by id. Each is in exactly one of the `queues`, or waits for its grammar."""
 
     def __init__(
         self,
         config: EngineCoreConfig,
-        waiting: WaitingQueue,
-        loading: KVLoading,
-        running: RunningRequests,
-        constraints: Constraints,
+        queues: Queues,
         transfers: Transfers,
         fence: Fence,
+        constraints: Constraints,
+        drafting: Drafting | None,
         clock: Callable[[], float],
-        drafting: Drafting | None = None,
     ) -> None:
         self.outputs: list[EngineOutput] = []  # not taken yet
         self.deadlines = Deadlines(clock)
         self._clock = clock
         self._config = config
-        self._waiting = waiting
-        self._loading = loading
-        self._running = running
+        self._waiting = queues.waiting
+        self._loading = queues.loading
+        self._running = queues.running
         self._constraints = constraints
         self._transfers = transfers
         self._fence = fence
@@ -73,8 +70,8 @@ class RequestTable(Mapping[str, Request]):
 
     # -------------------------------------------------------------------------------- beginnings
 
-    def add(self, message: EngineRequest, came_s: float | None = None) -> None:
-        """Add a request; `came_s` as in `Scheduler.add`. One that can never be served gets an ERROR output."""
+    def add(self, message: EngineRequest, received_s: float | None = None) -> None:
+        """Add a request; `received_s` as in `Scheduler.add`. One that can never be served gets an ERROR output."""
         live = self._by_id.get(message.request_id)
         error = self._refusal(message, live)
         if error is not None:
@@ -82,7 +79,7 @@ class RequestTable(Mapping[str, Request]):
             return
         if live is not None:  # its sender gave it up before sending this one
             self.end(live, FinishReason.ABORT)
-        stages = Stages(self._clock, came_s)
+        stages = Stages(self._clock, received_s)
         request = Request(message, FinishRule(message, self._config), self._num_added, stages)
         self._num_added += 1
         if request.num_to_hold >= request.limit:  # all the tokens that it may have were generated elsewhere
@@ -272,9 +269,9 @@ def _unconstrainable(request: EngineRequest, config: EngineCoreConfig, can_const
     if request.sampling.structured_outputs is None:
         return None
     if not can_constrain:
-        return "cannot be kept: this engine has no tokenizer, so it knows tokens but no text"
+        return "cannot be enforced: this engine has no tokenizer, so it knows tokens but no text"
     if not config.eos_token_ids:
-        return "cannot be kept: this model has no end-of-sequence token, so no output could end"
+        return "cannot be enforced: this model has no end-of-sequence token, so no output could end"
     return None
 
 

@@ -8,10 +8,11 @@ The state is kept as if every planned step had already run, so the next one can 
 Results that a stop or an abort made superfluous are dropped when they arrive; `kv/fence.py` keeps the memory until
 then.
 
-    request_table   all live requests: how they begin, how they end
-    queues          the waiting queue, the ready queue beside it, running requests and their parts of a step; preemption
-    admission       which waiting requests may start; KV that transfers and tiers load for them
-    step_builder    the step that is being planned, and steps in flight
+    request_table       all live requests: how they begin, how they end
+    queues              the waiting queue, and the ready queue beside it
+    running_requests    running requests and their parts of a step; preemption
+    admission           which waiting requests may start; KV that transfers and tiers load for them
+    step_builder        the step that is being planned, and steps in flight
 
 Every block that is not free is in one of these states, and comes free with the event beside it:
 
@@ -47,9 +48,10 @@ from ..requests.drafting import Drafting
 from ..requests.request import Request, RequestStatus
 from ..step import NO_TOKEN, Chunk, ChunkResult, StepPlan, StepResult
 from ..tiers import KVTiers
-from .admission import Admission, KVLoading
-from .queues import RunningRequests, WaitingQueue
+from .admission import Admission, KVLoading, Queues
+from .queues import WaitingQueue
 from .request_table import RequestTable
+from .running_requests import RunningRequests
 from .step_builder import StepMismatch, StepsInFlight
 
 
@@ -90,17 +92,16 @@ class Scheduler:
             self.drafting,
             overlaps=config.depth > 1,
         )
-        self.admission = Admission(self.waiting, self.loading, self.running, self.memory, self.fence, self.tier_copies)
+        queues = Queues(self.waiting, self.loading, self.running)
+        self.admission = Admission(queues, self.memory, self.fence, self.tier_copies)
         self.requests = RequestTable(
             config,
-            self.waiting,
-            self.loading,
-            self.running,
-            self.constraints,
+            queues,
             self.transfers,
             self.fence,
-            clock,
+            self.constraints,
             self.drafting,
+            clock,
         )
         self.steps = StepsInFlight(config.max_num_batched_tokens, self.memory)
         self._meter = StepMeter()
@@ -110,13 +111,13 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------- from outside
 
-    def add(self, message: EngineRequest, came_s: float | None = None) -> None:
+    def add(self, message: EngineRequest, received_s: float | None = None) -> None:
         """Queue a request. One that can never be served is answered with an ERROR output.
 
-        `came_s` is the time when the request arrived in this process, by `clock`; default: now.
+        `received_s` is the time when the request arrived in this process, by `clock`; default: now.
         """
         self._stuck = False
-        self.requests.add(message, came_s)
+        self.requests.add(message, received_s)
 
     def abort(self, request_id: str, generation: int | None = None) -> None:
         """End a request, wherever it is, and withdraw its offers. Unknown ids are ignored.
@@ -157,15 +158,15 @@ class Scheduler:
         self.requests.take_masks()
         builder = self.steps.begin()
         self.admission.preempt_for_head()
-        prefills = self.running.decode(builder, num_waiting=len(self.waiting) + len(self.loading.ready))
+        prefills = self.running.plan_decodes(builder, num_waiting=len(self.waiting) + len(self.loading.ready))
         self.admission.admit_ready(builder)
         short = self.admission.choose_short(prefills, builder)
-        self.running.read_on(prefills, builder, kept=sum(request.num_tokens for request in short))
+        self.running.plan_prefills(prefills, builder, reserved=sum(request.num_tokens for request in short))
         self.admission.admit_short(short, builder)
         self.admission.admit_waiting(builder)
         self._offer_early(builder.started)
         if builder.is_empty:
-            self._rest()
+            self._idle()
             return None
         plan = self.steps.enter(
             builder,
@@ -186,7 +187,7 @@ class Scheduler:
                 if source is not None:
                     self.requests.outputs.append(on_offer(request, source))
 
-    def _rest(self) -> None:
+    def _idle(self) -> None:
         """Wait for results, masks or an event from outside, since nothing can run."""
         self._stuck = not self.steps and not self.constraints.is_busy
         if not self.steps and self.constraints.is_busy:

@@ -49,7 +49,7 @@ class StepBuilder:
         self.budget = budget
         self.filled_blocks: set[BlockHash] = set()  # blocks that its chunks fill: later starters may have them as hits
         self.started: list[Request] = []
-        self.singles: list[Chunk] = []  # `RunningRequests.decode` appends to it directly
+        self.singles: list[Chunk] = []  # `RunningRequests.plan_decodes` appends to it directly
         self.singles_requests: list[Request] = []
         self._drafted: list[Chunk] = []
         self._drafted_requests: list[Request] = []

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from baton.engine.strict_model import StrictModel, hint
+from baton.engine.strict_model import StrictModel, nearest
 
 from .drafter import DeviceDrafter, Drafter
 from .ngram import NgramDrafter
@@ -94,7 +94,8 @@ class SpeculativeConfig(StrictModel):
             names = ", ".join(f"'{name}'" for name in METHODS)
             if (reason := _REFUSED_METHODS.get(method)) is not None:
                 raise ValueError(f"is {method!r}, which {reason}; methods that work are {names}")
-            raise ValueError(f"is {method!r}, must be one of {names}; {hint(method, [*METHODS, *_REFUSED_METHODS])}")
+            near = nearest(method, [*METHODS, *_REFUSED_METHODS])
+            raise ValueError(f"is {method!r}, must be one of {names}{near and f'; {near}'}")
         return method
 
     @property

@@ -112,9 +112,20 @@ async def test_tools_need_a_template_that_renders_them(
 ) -> None:
     template = ChatTemplate({"default": TEMPLATE + "{# <tool_call> with arguments #}"})
     untold = Tokenizer(tokenizer.backend, {"eos_token": "<|im_end|>"}, template)
-    response = await start(Role.UNIFIED, served=replace(model, tokenizer=untold)).chat("hello", tools=TOOLS)
+    service = start(Role.UNIFIED, served=replace(model, tokenizer=untold))
+    response = await service.chat("hello", tools=TOOLS)
     assert response.status_code == 400
     assert "chat_template.jinja" in response.json()["error"]["message"]
+    message = {"role": "user", "content": "hello"}
+    function = TOOLS[0]["function"]
+    counted: dict[str, dict[str, Any]] = {
+        "/tokenize": {"messages": [message], "tools": TOOLS},
+        "/v1/messages/count_tokens": {"messages": [message], "tools": [{"name": "f", "input_schema": {}}]},
+        "/v1/responses/input_tokens": {"input": "hello", "tools": [{"type": "function", **function}]},
+    }
+    for path, body in counted.items():  # no prompt has these tools, so their tokens cannot be counted
+        response = await service.http.post(path, json={"model": "tiny", **body})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools"), path
 
 
 async def test_calls_are_not_guaranteed_without_a_grammar_of_their_format(

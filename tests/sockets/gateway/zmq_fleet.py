@@ -87,9 +87,9 @@ class WiredEngine:
     def num_unheard(self) -> int:
         return self.server.socket.num_submitted
 
-    def add(self, request: EngineRequest, came_s: float | None = None) -> None:
+    def add(self, request: EngineRequest, received_s: float | None = None) -> None:
         self.taken.append(request)
-        self._core.add(request, came_s)
+        self._core.add(request, received_s)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> None:
         self._core.begin(request_id, generation, token_id)

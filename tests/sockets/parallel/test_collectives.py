@@ -64,7 +64,8 @@ def exchange(member: Member) -> dict[str, Any]:
             "gathered": tp.all_gather(rows.T).cpu(),  # not contiguous
             "scattered": tp.reduce_scatter(rows.repeat(tp.size, 1)).cpu(),
             "mixed": tp.all_to_all(rows, sent[member.rank], received).cpu(),
-            "agreed": tp.agree([member.rank, -member.rank, 2**40]),
+            "largest": tp.all_max([member.rank, -member.rank, 2**40]),
+            "smallest": tp.all_min([member.rank, -member.rank, 2**40]),
             "place": (tp.rank, tp.size),
         }
 
@@ -79,7 +80,8 @@ def test_every_collective_gives_its_defined_result(pool: MemberPool, ranks: int,
         assert torch.equal(result["gathered"], torch.cat([part.T for part in rows]))
         assert torch.equal(result["scattered"], sum(rows, torch.zeros(3, 2)))
         assert torch.equal(result["mixed"], torch.cat([of_rank[rank] for of_rank in pieces]))
-        assert result["agreed"] == [ranks - 1, 0, 2**40]
+        assert result["largest"] == [ranks - 1, 0, 2**40]
+        assert result["smallest"] == [0, 1 - ranks, 2**40]
         assert result["place"] == (rank, ranks)
 
 
@@ -161,7 +163,7 @@ def threads_that_listen(member: Member) -> tuple[int, int]:
     with groups_of(member, ExpertSpread()) as groups:
         for group in (groups.tp, groups.dp, groups.widest):
             assert group is not None
-            group.agree([1])
+            group.all_max([1])
         return before, count()
 
 
@@ -189,10 +191,10 @@ def test_a_group_of_one_returns_its_inputs() -> None:
     assert ALONE.all_reduce(x) is x
     for result in (ALONE.all_gather(x), ALONE.reduce_scatter(x), ALONE.all_to_all(x, [3], [3])):
         assert torch.equal(result, x)
-    assert ALONE.agree([3, -4]) == [3, -4]
+    assert ALONE.all_max([3, -4]) == [3, -4]
 
 
-METHODS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "agree", "close")
+METHODS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_max", "close")
 
 
 @pytest.mark.parametrize("missing", METHODS)
@@ -232,7 +234,7 @@ class _Counting(Group):
     closed = 0
 
     all_reduce = all_gather = reduce_scatter = all_to_all = functools.partialmethod(lambda self, *args: args[0])
-    agree = functools.partialmethod(lambda self, values: list(values))
+    all_max = functools.partialmethod(lambda self, values: list(values))
 
     def close(self) -> None:
         self.closed += 1

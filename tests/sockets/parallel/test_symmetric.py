@@ -44,8 +44,8 @@ class Recorder(Group):
         self.calls.append(f"all_to_all {sent} {received}")
         return x
 
-    def agree(self, values: Any) -> list[int]:
-        self.calls.append("agree")
+    def all_max(self, values: Any) -> list[int]:
+        self.calls.append("all_max")
         return list(values)
 
     def close(self) -> None:
@@ -67,8 +67,8 @@ def test_inputs_that_peer_memory_does_not_support_use_the_underlying_group(
 ) -> None:
     x = torch.ones(4)
     assert group.all_reduce(x) is group.all_gather(x) is group.reduce_scatter(x) is group.all_to_all(x, [1, 3], [2, 2])
-    assert group.agree([3]) == [3]
-    assert recorder.calls == ["all_reduce", "all_gather", "reduce_scatter", "all_to_all [1, 3] [2, 2]", "agree"]
+    assert group.all_max([3]) == [3]
+    assert recorder.calls == ["all_reduce", "all_gather", "reduce_scatter", "all_to_all [1, 3] [2, 2]", "all_max"]
     assert (group.rank, group.size) == (1, 2)
 
 

@@ -67,6 +67,7 @@ def test_suggested_commands_have_the_key_option_if_a_key_is_required() -> None:
         ("--config FILE --max-num-seqs 3", {"model": None, "config": Path("FILE")}, {"max_num_seqs": 3}),
         ("--max-num-seqs 3 --ep --port 9000", {"model": None, "ep": True, "port": 9000}, {"max_num_seqs": 3}),
         ("--enforce-eager MODEL", {"model": "MODEL"}, {"enforce_eager": True}),
+        ("--enable-auto-tool-choice MODEL", {"model": "MODEL"}, {"enable_auto_tool_choice": True}),
         ("--no-enable-prefix-caching MODEL", {"model": "MODEL"}, {"enable_prefix_caching": False}),
         ("--enable-prefix-caching False MODEL", {"model": "MODEL"}, {"enable_prefix_caching": False}),
         ("--swap-space 4 MODEL", {"model": "MODEL"}, {"swap_space": 4}),

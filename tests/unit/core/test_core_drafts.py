@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize
 
 from baton.engine.core.messages import FinishReason
 from baton.engine.core.sampling import StructuredOutputsParams
-from baton.engine.core.scheduling import queues
+from baton.engine.core.scheduling import running_requests
 from baton.engine.core.speculation.stats import NO_DRAFTS
 from baton.engine.core.step import Chunk, StepPlan
 
@@ -171,7 +171,7 @@ def test_a_step_with_drafts_draws_no_more_than_there_is_memory_for(
     depth: int, errors: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 6
-    monkeypatch.setattr(queues, "MAX_DRAFTED_TOKENS", most)
+    monkeypatch.setattr(running_requests, "MAX_DRAFTED_TOKENS", most)
     engine = Harness(config(depth=depth, max_num_seqs=5), num_drafts=3, draft_errors=errors)
     engine.add(*crowd())
     engine.run_to_the_end()

@@ -64,6 +64,12 @@ def test_what_cannot_work_is_refused_by_name(given: dict[str, Any], field: str, 
     assert message.replace(".3.", "(3)") in problem[1]
 
 
+def test_only_methods_that_work_are_suggested_for_an_unknown_one() -> None:
+    with pytest.raises(ValidationError) as caught:
+        config(method="zzzz")
+    assert not any(name in str(caught.value) for name in ("medusa", "custom_class"))
+
+
 @pytest.mark.parametrize(
     ("given", "lookups"),
     [

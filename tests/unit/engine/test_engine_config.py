@@ -86,6 +86,10 @@ def test_vllms_arguments_are_taken_where_they_ask_for_nothing(name: str) -> None
         ({"compilation_config": 3}, "enforce_eager and max_cudagraph_capture_size"),
         ({"max_logprobs": 50}, "20 alternatives"),
         ({"distributed_executor_backend": "ray"}, "baton serve"),
+        ({"tool_call_parser": "hermes"}, "tool_call_parser: is 'hermes': .* chat template; leave it out$"),
+        ({"reasoning_parser": "qwen3"}, "reasoning_parser: is 'qwen3': .* chat template; leave it out"),
+        ({"enable_auto_tool_choice": False}, "is False: .*, or give True$"),
+        ({"served_model_name": "m"}, "--model-id of `baton serve`"),
     ],
 )
 def test_vllms_arguments_that_ask_for_something_are_refused_with_the_reason(args: dict[str, Any], message: str) -> None:

@@ -169,6 +169,7 @@ def test_what_is_no_conversation_is_refused_by_what_it_is(text_llm: LLM, message
     [
         ({"tools": "look"}, "tools are 'look': give a list of dicts"),
         ({"tools": ["look"]}, "tools are"),
+        ({"tools": [{"type": "function", "function": {"name": "look"}}]}, "chat template does not list them"),
         ({"chat_template_kwargs": "mood"}, "chat_template_kwargs is 'mood'"),
         ({"prediction": 5}, "prediction must be the text"),
         ({"prediction": ["one", "two"]}, "one for each of the 1 conversations"),

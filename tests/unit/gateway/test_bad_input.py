@@ -190,6 +190,42 @@ async def test_unknown_fields_are_refused_with_the_nearest_name(service: Service
         assert check_refused(response, 400, param, "unknown_parameter").endswith(" Leave it out.")
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "advice"),
+    [
+        ("/v1/completions", "max_completion_tokens", "Did you mean 'max_tokens'?"),
+        ("/v1/completions", "enable_thinking", "Leave it out."),
+        ("/v1/completions", "extra_body", "Put its fields into the body itself."),
+        ("/v1/completions", "request_id", "Send it as the header 'x-request-id'."),
+        (CHAT, "enable_thinking", "Put it into 'chat_template_kwargs'."),
+        (CHAT, "thinking", "Put it into 'chat_template_kwargs'."),
+    ],
+)
+async def test_unknown_fields_that_clients_often_send_are_refused_with_advice(
+    service: Service, path: str, field: str, advice: str
+) -> None:
+    response = await service.http.post(path, json={"model": "tiny", **dict(BOTH)[path], field: True})
+    assert check_refused(response, 400, field, "unknown_parameter").endswith(f" {advice}")
+
+
+async def test_a_refusal_names_other_fields_as_the_client_does(service: Service) -> None:
+    """`min_tokens` is compared with the field that sets the limit, whose name differs between the routes."""
+    asked = {"model": "tiny", "min_tokens": 3}
+    for path, limit, body in (
+        ("/v1/completions", "max_tokens", {"prompt": "hello"}),
+        (CHAT, "max_completion_tokens", dict(BOTH)[CHAT]),
+        ("/v1/responses", "max_output_tokens", {"input": "hello"}),
+    ):
+        response = await service.http.post(path, json={**asked, **body, limit: 2})
+        assert check_refused(response, 400, "min_tokens") == f"'min_tokens' must not exceed '{limit}'."
+
+
+async def test_no_alternatives_may_be_asked_for_without_log_probabilities(service: Service) -> None:
+    for fields in ({"top_logprobs": 0}, {"top_logprobs": 0, "logprobs": False}):
+        answer = (await service.chat("hello", max_tokens=1, **fields)).json()
+        assert answer["choices"][0]["logprobs"] is None
+
+
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
 MESSAGES: list[tuple[Any, str]] = [
@@ -248,7 +284,7 @@ CHAT_FIELDS = [
     ({"prompt": "x"}, "prompt"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
-    ({"continue_final_message": True}, "messages"),
+    ({"continue_final_message": True}, "continue_final_message"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
 ]
 

@@ -132,7 +132,7 @@ class ThreadEngines:
             lockstep = None
             if spread is not None:
                 lockstep = Lockstep(
-                    rank, dp, dp_group.agree, self._waker(rank), review_experts_every=review_experts_every
+                    rank, dp, dp_group.all_max, self._waker(rank), review_experts_every=review_experts_every
                 )
                 self._locksteps.append(lockstep)
             drafting = None

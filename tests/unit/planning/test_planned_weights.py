@@ -55,7 +55,7 @@ class Rank(Group):
     def _refuse_communication(self, *_: Any) -> Any:
         raise AssertionError("dividing a model must not communicate")
 
-    all_reduce = all_gather = reduce_scatter = all_to_all = agree = close = _refuse_communication
+    all_reduce = all_gather = reduce_scatter = all_to_all = all_max = close = _refuse_communication
 
 
 def numbers_in(layer: Layer) -> int:

@@ -149,6 +149,11 @@ def test_a_template_can_test_if_there_is_content(asked: str) -> None:
         ([], "at least one message"),
         (["hi"], r"messages\[0\] must be an object"),
         ([{"content": "hi"}], r"messages\[0\].role must be a string"),
+        (
+            [*user("a"), {"role": "user", "contents": "hi"}],
+            r"messages\[1\] has no content, which the role 'user' needs",
+        ),
+        (user(None), r"messages\[0\] has no content"),
         (user(7), r"messages\[0\].content must be a string or a list"),
         (user([{"type": "image_url", "image_url": {}}]), r"content\[0\] is of type 'image_url'"),
         (user([{"type": "text"}]), r"content\[0\]"),

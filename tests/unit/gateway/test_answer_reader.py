@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.cluster.gateway.api.answer_reader import AnswerReader, TokenAttribution, TokenRun, token_runs
 from baton.cluster.gateway.api.detokenize import ChoiceDelta, LocatedToken
-from baton.cluster.gateway.api.reasoning import TokenAttribution, TokenRun, token_runs
 from baton.engine.core.logprobs import Logprobs, TokenLogprobs
 from baton.engine.text import ContentPart, ParserConfig, ReasoningStart, ToolCallStart
 
@@ -29,20 +29,22 @@ def shares_of(pieces: list[str], *, known: bool) -> tuple[int, str]:
     """Return the number of reasoning tokens, and the tokens of the content. Each piece is a delta, each character a
     token.
     """
-    attribution, reader = TokenAttribution(), ParserConfig(reasoning=ReasoningStart.POSSIBLE).new_parser()
+    reader = AnswerReader(ParserConfig(reasoning=ReasoningStart.POSSIBLE).new_parser(), has_logprobs=known)
     words: list[LocatedToken] = []
     at = 0
     for piece in pieces:
         tokens = [located(at + i, ord(char)) for i, char in enumerate(piece)]
-        delta = ChoiceDelta(
-            piece, tokens if known else [], num_tokens=len(piece), token_ends=[] if known else range(1, len(piece))
-        )
-        for run in token_runs(delta, at, known=known):
-            attribution.push(run)
-            words += chain(*attribution.take(reader.push(run.text)))
         at += len(piece)
-    words += chain(*attribution.take(reader.push("", finished=True)))
-    return attribution.num_reasoning_tokens, "".join(chr(token.logprobs[0].token_ids[0]) for token in words)
+        delta = ChoiceDelta(
+            piece,
+            tokens if known else [],
+            finish_reason="stop" if at == len(TEXT) else None,
+            num_tokens=len(piece),
+            token_ends=[] if known else range(1, len(piece)),
+        )
+        for _, own in reader.push(delta):
+            words += own
+    return reader.num_reasoning_tokens, "".join(chr(token.logprobs[0].token_ids[0]) for token in words)
 
 
 @given(st.sets(st.integers(1, len(TEXT) - 1)))
