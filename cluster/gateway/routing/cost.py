@@ -101,8 +101,9 @@ class Cost:
 
 def _restoring_share(tiers: TierStats, found: FoundPrefix) -> float:
     """Return time to restore all found blocks / time to compute them. The engine decides by the same ratio."""
-    taken = found.host * _block_share(tiers, Tier.HOST) + found.disk * _block_share(tiers, Tier.DISK)
-    return taken / found.in_tiers
+    blocks = ((found.host, Tier.HOST), (found.disk, Tier.DISK))
+    # A share may be infinite if a block was computed in no time to speak of.
+    return sum(count * _block_share(tiers, tier) for count, tier in blocks if count) / found.in_tiers
 
 
 def _block_share(tiers: TierStats, tier: Tier) -> float:

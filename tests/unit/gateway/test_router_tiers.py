@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.cluster.cached_blocks import FoundPrefix
@@ -57,6 +57,7 @@ class TestTiers:
         num_before=st.integers(0, 5),
         num_requests=st.integers(0, 5),
     )
+    @example((0, 1, 0), {"host": 0.0, "disk": 2.0}, 1e-308, 0, 0, 0).via("a block in no time to speak of")
     def test_a_restore_is_never_cheaper_than_the_pool_nor_dearer_than_computing(
         self,
         found: tuple[int, int, int],
