@@ -9,9 +9,10 @@ From the top down; each part imports only parts below it:
     tiers/         blocks in host memory and on disks
     group/         orders and reports between the ranks of one tensor-parallel group, for reads and copies
     descriptors    from block ids to byte ranges
-    block_copies   slots in host memory, and copies between them and the engine's blocks
+    block_copies   copies between the engine's blocks and slots in the host's memory
     transports/    reads of peers' memory (CUDA IPC, NIXL, UCX) and of files
     channel        messages between engines: ZeroMQ with CURVE
+    host_memory    such slots, pinned if they are for a GPU
     protocol/      messages, tickets, and the state machines of both sides: no threads, no sockets
 
 This is the only package that imports NIXL and UCXX.

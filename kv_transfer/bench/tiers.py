@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.regions import ArenaRegion
 
-from ..block_copies import HostMemory, SlotPair, open_block_copier
+from ..block_copies import SlotPair, open_block_copier
+from ..host_memory import HostMemory
 
 ROUNDS = 4
 

@@ -17,9 +17,10 @@ from baton.engine.core.connector import TransferId
 from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.regions import CacheRegion
 
-from ..block_copies import BlockCopier, HostMemory, HostSlots, SlotPair, open_block_copier
+from ..block_copies import BlockCopier, SlotPair, open_block_copier
 from ..descriptors import arenas_of
 from ..errors import TransportError
+from ..host_memory import HostMemory, HostSlots
 
 
 class StagingSlots(NamedTuple):

@@ -22,8 +22,9 @@ import msgspec
 from baton.engine.core.prefix import BlockHash
 from baton.engine.core.tiers import Tier
 
-from ..block_copies import HostMemory, open_block_copier
+from ..block_copies import open_block_copier
 from ..errors import TransportError
+from ..host_memory import HostMemory
 from ..pacing import sleep_precisely
 from ..settings import TierSettings
 from ..transports import ByteRange, FileTransport, ReadState

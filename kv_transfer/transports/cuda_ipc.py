@@ -29,9 +29,10 @@ import numpy as np
 from msgspec import Meta
 
 from .. import codec
+from ..devices import use_device
 from ..errors import NotRegistrable, TransportError
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
-from .common import RangeTable, check_ranges, use_device
+from .common import RangeTable, check_ranges
 from .range_copies import ALIGNMENT, GpuCopies, GpuCopy
 
 if TYPE_CHECKING:

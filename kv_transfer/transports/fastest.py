@@ -24,11 +24,12 @@ from msgspec import Meta
 
 from .. import codec
 from ..affinity import pin_thread
+from ..devices import use_device
 from ..errors import MalformedMessage, NotRegistrable, TransportError
 from ..pacing import sleep_precisely
 from ..settings import TransferSettings
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState, Transport
-from .common import make_scratch, use_device
+from .common import make_scratch
 from .cuda_ipc import CudaIpcTransport
 from .nixl import NixlTransport
 from .range_copies import ALIGNMENT, GpuCopies

@@ -31,10 +31,11 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from .. import codec
+from ..devices import use_device
 from ..errors import NotRegistrable, TransportError
 from ..settings import nixl_name
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
-from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
+from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch
 from .ucx_process import LOST_TCP, UcxLog, environment_defaults
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ import numpy as np
 from msgspec import Meta
 
 from .. import codec
-from ..block_copies import HostMemory, HostSlots
 from ..errors import MalformedMessage, TransportError
+from ..host_memory import HostMemory, HostSlots
 from ..lease_clock import lease_now
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, RangeTable, ReadHandle, ReadState
 from .common import PROBE_BYTES, Scratch, check_ranges

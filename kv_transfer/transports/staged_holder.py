@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import codec
-from ..block_copies import HostSlots
 from ..errors import MalformedMessage, TransportError
+from ..host_memory import HostSlots
 from . import Memory, RangeTable
 from .common import check_ranges
 from .range_copies import RangeCopies

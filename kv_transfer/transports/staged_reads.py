@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from .. import codec
-from ..block_copies import HostSlots
 from ..errors import TransportError
+from ..host_memory import HostSlots
 from . import ByteRange, PeerHandle, RangeTable, ReadHandle, ReadState
 from .range_copies import RangeCopies
 from .staged_messages import MAX_RANGES, SILENCE_S, Fill, Filled, Free, HostNetwork, Open, ToReader, encode_ranges

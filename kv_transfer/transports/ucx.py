@@ -26,9 +26,10 @@ from msgspec import Meta
 
 from .. import codec
 from ..codec import Name
+from ..devices import use_device
 from ..errors import TransportError
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
-from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch, use_device
+from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch
 from .ucp import IN_PROGRESS, OK, Handle, Ucp
 from .ucx_process import UcxLog
 

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from baton.engine.core.tiers import Tier
-from baton.kv_transfer.block_copies import HostMemory
+from baton.kv_transfer.host_memory import HostMemory
 from baton.kv_transfer.tiers import worker
 from baton.kv_transfer.tiers.disk_files import DiskFiles
 from baton.kv_transfer.tiers.tier_index import Loss, Move

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from baton.engine.core.regions import ArenaRegion
-from baton.kv_transfer.block_copies import HostMemory, copy_runs, open_block_copier
+from baton.kv_transfer.block_copies import copy_runs, open_block_copier
 from baton.kv_transfer.errors import TransportError
+from baton.kv_transfer.host_memory import HostMemory
 
 from ....helpers.tier_memory import LAYOUT
 
