@@ -95,6 +95,7 @@ def _values_by_tiles(
         batch.slots,
         num_tokens,
         work.num_programs,
+        work.num_programs if merges else 1,
         num_heads,
         matrices.stride(0),
         out.stride(0),
@@ -106,7 +107,6 @@ def _values_by_tiles(
         TOKENS=tokens,
         COLUMNS=columns,
         DEPTH=min(DEPTH, up.rank),
-        MERGES=merges,
         num_warps=4,
         num_stages=3,
         **launch_options(),
@@ -145,7 +145,7 @@ def _multiply_to_latents(
     tl.store(out_ptr + out_row[:, None] * RANK + column[None, :], tl.dot(x, matrix), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_programs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_programs", "most_parts"])
 def _multiply_to_values(
     results_ptr,
     lse_ptr,
@@ -156,6 +156,7 @@ def _multiply_to_values(
     slots_ptr,
     num_tokens,
     num_programs,
+    most_parts,
     num_heads,
     head_stride,
     out_token_stride,
@@ -167,11 +168,11 @@ def _multiply_to_values(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    MERGES: tl.constexpr,
 ):
     """Compute out [T, H, VALUE_DIM] = merged results [T, H, RANK] matrices [H, VALUE_DIM, RANK]^T.
 
-    Columns are the rows of the product, so that a tile may have few tokens.
+    Columns are the rows of the product, so that a tile may have few tokens. With `most_parts` 1, another kernel has
+    merged the parts.
     """
     let_next_start()
     head = tl.program_id(1)
@@ -185,8 +186,7 @@ def _multiply_to_values(
     prefetch(tl.where(has_column, matrix_rows, matrices_ptr) + tl.arange(0, RANK // LINE)[None, :] * LINE)
     is_real = exists & (tl.load(slots_ptr + token, mask=exists, other=-1) >= 0)
     num_parts, first, second = parts_of(token, head, is_real, items_ptr, token_items_ptr, num_programs, ROWS, HEADS)
-    if not MERGES:  # another kernel has merged them
-        num_parts = tl.minimum(num_parts, 1)
+    num_parts = tl.minimum(num_parts, most_parts)
     most = tl.max(num_parts, 0)
     whole, num_whole = token.to(tl.int64) * num_heads + head, num_tokens.to(tl.int64) * num_heads
     wait_for_previous()
