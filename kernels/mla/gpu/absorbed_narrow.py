@@ -82,7 +82,7 @@ def _consume(work, results, scale, query_ring, ring, weight_memory, shape):
         weight = gl.sum(weights, 0)  # positive: every part of an item with one query has a key that the query sees
         memory = q_latent.tile(turn)
         barrier()  # all warps have read the queries, whose memory results pass through
-        memory.permute((1, 0)).store((sums / gl.expand_dims(weight, 0)).to(memory.dtype))
+        memory.permute((1, 0)).store((sums * gl.expand_dims(1.0 / weight, 0)).to(memory.dtype))
         store_rows(memory, 0, item, results, shape)
         store_lse(top, weight, item, results, gl.SliceLayout(0, SCORES), shape)
         hopper.fence_async_shared()
@@ -128,6 +128,7 @@ def attend_share(
     work = Work(items, starts, shares)
     cache = LatentCache(pages, layer, num_layers, block_tables, table_stride)
     NONE: gl.constexpr = 0
+    ALL_EARLY: gl.constexpr = -1
     HALF: gl.constexpr = TILE // PAGE // LOADERS
     gl.warp_specialize(
         [
@@ -135,8 +136,8 @@ def attend_share(
                 _consume,
                 (work, Results(results, lse, num_whole_rows, num_heads), scale, query_ring, ring, weight_memory, shape),
             ),
-            (load_pages, (work, cache, ring, NONE, shape)),
-            (load_pages, (work, cache, ring, HALF, shape)),
+            (load_pages, (work, cache, ring, query_ring, NONE, ALL_EARLY, shape)),
+            (load_pages, (work, cache, ring, query_ring, HALF, ALL_EARLY, shape)),
             (load_queries, (work, QueryBoxes(q_latents, q_ropes), query_ring, shape)),
         ],
         [1, 1, 1],

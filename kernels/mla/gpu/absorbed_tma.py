@@ -111,13 +111,18 @@ def load_queries(work, queries, ring, shape):
 
 
 @gluon.jit
-def load_pages(work, cache, ring, FIRST: gl.constexpr, shape):
-    """Load this loader's pages of every tile of the share: from page FIRST of the tile on."""
+def load_pages(work, cache, ring, queries, FIRST: gl.constexpr, EARLY: gl.constexpr, shape):
+    """Load this loader's pages of every tile of the share: from page FIRST of the tile on.
+
+    If EARLY is not negative, the pages of the share after so many tiles are only loaded once its first queries have
+    arrived, which would otherwise wait in the memory system behind them.
+    """
     latents, ropes = ring.latents, ring.ropes
     PAGES: gl.constexpr = shape.TILE // shape.PAGE
     OWN: gl.constexpr = PAGES // LOADERS
     tile, share_end, number = work.share()
     n = 0
+    turn = 0
     while tile < share_end:
         number = work.item_with(tile, number)
         item = work.item(number, tile, share_end)
@@ -134,6 +139,8 @@ def load_pages(work, cache, ring, FIRST: gl.constexpr, shape):
                 )
             if (index + 1) * shape.TILE > item.num_cached:
                 wait_for_previous()
+            if n == EARLY:
+                queries.latents.await_full(turn)
             latents.await_free(n)
             mbarrier.expect(latents.barrier(n), OWN * shape.PAGE * (shape.RANK + SLAB) * 2)
             for i in gl.static_range(OWN):
@@ -143,5 +150,6 @@ def load_pages(work, cache, ring, FIRST: gl.constexpr, shape):
                 box = view(ropes.slab(n, 0), [PAGES, shape.PAGE, SLAB], BOX).index(FIRST + i)
                 async_load(cache.pages, [places[i], shape.RANK], latents.barrier(n), box)
             n += 1
+        turn += 1
         number += 1
         tile += item.tiles

@@ -87,40 +87,42 @@ def _consume(work, results, scale, queries, ring, exchange, GROUP: gl.constexpr,
         queries.latents.await_full(turn)
         end = n + item.tiles
         own = n + ((n ^ GROUP) & 1)  # the first tile of this group
-        if (own == n) & (own < end):
+        if own == n:  # no other tile's softmax to continue
             scores = _start_scores(queries, ring, turn, own, SCORES, shape)
             scores = hopper.warpgroup_mma_wait(0, deps=[scores])
             weights, top, total, _ = _soften(scores * scale, top, total, num_visible, item.first, shape)
-            weights = _hand_over(weights, top, total, own, ring, exchange, GROUP, SUMS, shape)
-            sums = _start_sums(sums, weights, own, item.first, item, ring, GROUP, shape)
+            weights = _hand_over(weights, top, total, own, ring, exchange, GROUP, SUMS)
+            _clear_tail(ring, own, item.first, item, GROUP, shape)
+            sums = hopper.warpgroup_mma(weights, ring.latents.part(own, GROUP, GROUPS), sums, is_async=True)
             sums = hopper.warpgroup_mma_wait(0, deps=[sums])
             _release(ring, own)
             own += 2
         for own_tile in range(own, end, 2):
             index = item.first + own_tile - n
             scores = _start_scores(queries, ring, turn, own_tile, SCORES, shape)
-            sums, top, total = _take_over(sums, top, own_tile - 1, ring, exchange, GROUP, shape)
-            sums = _start_sums_of_other(sums, own_tile - 1, ring, exchange, GROUP, shape)
+            sums, top, total = _take_over(sums, top, own_tile - 1, exchange, GROUP)
+            sums = _start_sums_of_other(sums, own_tile - 1, ring, exchange, GROUP)
             scores = hopper.warpgroup_mma_wait(1, deps=[scores])
             weights, top, total, shrink = _soften(scores * scale, top, total, num_visible, index, shape)
             sums = hopper.warpgroup_mma_wait(0, deps=[sums])
             _release(ring, own_tile - 1)
-            weights = _hand_over(weights, top, total, own_tile, ring, exchange, GROUP, SUMS, shape)
+            weights = _hand_over(weights, top, total, own_tile, ring, exchange, GROUP, SUMS)
+            _clear_tail(ring, own_tile, index, item, GROUP, shape)
             sums = sums * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, SUMS)), 1)
-            sums = _start_sums(sums, weights, own_tile, index, item, ring, GROUP, shape)
+            sums = hopper.warpgroup_mma(weights, ring.latents.part(own_tile, GROUP, GROUPS), sums, is_async=True)
             sums = hopper.warpgroup_mma_wait(0, deps=[sums])
             _release(ring, own_tile)
         if ((end - 1) ^ GROUP) & 1:  # the last tile is the other group's
-            sums, top, total = _take_over(sums, top, end - 1, ring, exchange, GROUP, shape)
+            sums, top, total = _take_over(sums, top, end - 1, exchange, GROUP)
             _clear_tail(ring, end - 1, item.first + item.tiles - 1, item, GROUP, shape)
-            sums = _start_sums_of_other(sums, end - 1, ring, exchange, GROUP, shape)
+            sums = _start_sums_of_other(sums, end - 1, ring, exchange, GROUP)
             sums = hopper.warpgroup_mma_wait(0, deps=[sums])
             _release(ring, end - 1)
         total = gl.where(total == 0.0, 1.0, total)  # in a part, a query may see no key
         # Both groups have all of their scores: results pass through the memory of the queries.
         memory = queries.latents.part(turn, GROUP, GROUPS)
-        weight = gl.convert_layout(total, gl.SliceLayout(1, SUMS))
-        memory.store((sums / gl.expand_dims(weight, 1)).to(memory.dtype))
+        factor = gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUMS))
+        memory.store((sums * gl.expand_dims(factor, 1)).to(memory.dtype))
         store_rows(memory, GROUP * DIMS, item, results, shape)
         if GROUP == 0:
             store_lse(top, total, item, results, ROWS_OF_SCORES, shape)
@@ -156,7 +158,7 @@ def _soften(scores, top, total, num_visible, index, shape):
 
 
 @gluon.jit
-def _hand_over(weights, top, total, n, ring, exchange, GROUP: gl.constexpr, SUMS: gl.constexpr, shape):
+def _hand_over(weights, top, total, n, ring, exchange, GROUP: gl.constexpr, SUMS: gl.constexpr):
     """Give the other group the softmax after tile n. Return the weights as an operand of products."""
     PLACES: gl.constexpr = exchange.weights.shape[0]
     STAGES: gl.constexpr = ring.latents.full.shape[0]
@@ -172,8 +174,8 @@ def _hand_over(weights, top, total, n, ring, exchange, GROUP: gl.constexpr, SUMS
 
 
 @gluon.jit
-def _take_over(sums, top, n, ring, exchange, GROUP: gl.constexpr, shape):
-    """Wait for the other group's softmax after tile n; return (sums relative to it, its top, its total)."""
+def _take_over(sums, top, n, exchange, GROUP: gl.constexpr):
+    """Wait for the other group's softmax after tile n; return (sums relative to its top, its top, its total)."""
     PLACES: gl.constexpr = exchange.weights.shape[0]
     mbarrier.wait(exchange.ready.index(1 - GROUP), n // GROUPS & 1)
     new_top = exchange.tops.index(n % PLACES).load(top.type.layout)
@@ -183,19 +185,12 @@ def _take_over(sums, top, n, ring, exchange, GROUP: gl.constexpr, shape):
 
 
 @gluon.jit
-def _start_sums_of_other(sums, n, ring, exchange, GROUP: gl.constexpr, shape):
+def _start_sums_of_other(sums, n, ring, exchange, GROUP: gl.constexpr):
     """Start to add tile n with the weights that the other group has computed."""
     PLACES: gl.constexpr = exchange.weights.shape[0]
     ring.latents.await_full(n)
     values = ring.latents.part(n, GROUP, GROUPS)
     return hopper.warpgroup_mma(exchange.weights.index(n % PLACES), values, sums, is_async=True)
-
-
-@gluon.jit
-def _start_sums(sums, weights, n, index, item, ring, GROUP: gl.constexpr, shape):
-    """Start to add tile n, which is the item's tile `index`, with this group's own weights."""
-    _clear_tail(ring, n, index, item, GROUP, shape)
-    return hopper.warpgroup_mma(weights, ring.latents.part(n, GROUP, GROUPS), sums, is_async=True)
 
 
 @gluon.jit
@@ -235,6 +230,7 @@ def attend_share(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     PLACES: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     """Compute one share of the tiles, for one group of heads, as `absorbed_narrow.attend_share`."""
     shape = AbsorbedShape(QUERIES, HEADS, RANK, PAGE, TILE)
@@ -252,8 +248,8 @@ def attend_share(
         [
             (_consume, (work, output, scale, queries, ring, exchange, ZERO, shape)),
             (_consume, (work, output, scale, queries, ring, exchange, ONE, shape)),
-            (load_pages, (work, cache, ring, ZERO, shape)),
-            (load_pages, (work, cache, ring, HALF, shape)),
+            (load_pages, (work, cache, ring, queries, ZERO, EARLY, shape)),
+            (load_pages, (work, cache, ring, queries, HALF, EARLY, shape)),
             (load_queries, (work, QueryBoxes(q_latents, q_ropes), queries, shape)),
         ],
         [4, 1, 1, 1],

@@ -25,7 +25,7 @@ from .work_list import WorkList
 
 MOST_TOKENS = 256  # with more, torch's product is as fast
 FEW_PROGRAMS = 3  # with as many programs for an item, or more, a kernel of its own merges parts
-VALUE_TILES = {16: (4, 64), 32: (8, 64), 64: (16, 64), 128: (16, 128), 256: (32, 128)}  # tokens, columns, by tokens
+VALUE_TILES = {32: (8, 64, 4), 64: (16, 128, 4), 256: (32, 128, 8)}  # tokens, columns, warps, by number of tokens
 LEAST_COLUMNS = 16  # that a matrix product needs; of tokens, too, in the product to latents
 DEPTH = 128  # dimensions of latents that are multiplied at a time
 LINE_BYTES = tl.constexpr(128)
@@ -38,9 +38,6 @@ def absorb(up: UpProjection, q: Tensor) -> Tensor:
         return up.absorb(q)
     out = torch.empty((num_tokens, num_heads, up.rank), dtype=q.dtype, device=q.device)
     matrices = up.by_head[:, : up.nope_dim]
-    if num_tokens <= head_gemv.MOST_TOKENS:
-        head_gemv.multiply_heads(q, matrices.transpose(1, 2), out)
-        return out
     tokens = max(LEAST_COLUMNS, min(64, next_power_of_2(num_tokens)))
     columns = min(up.rank, 64 if num_tokens <= 64 else 128)
     _multiply_to_latents[(triton.cdiv(up.rank, columns), num_heads, triton.cdiv(num_tokens, tokens))](
@@ -82,7 +79,7 @@ def _values_by_tiles(
     up: UpProjection, results: PartialResults, batch: AttentionBatch, work: WorkList, out: Tensor, *, merges: bool
 ) -> None:
     num_tokens, num_heads, width = out.shape
-    tokens, columns = next(tile for most, tile in VALUE_TILES.items() if num_tokens <= most)
+    tokens, columns, num_warps = next(tile for most, tile in VALUE_TILES.items() if num_tokens <= most)
     columns = min(columns, max(LEAST_COLUMNS, next_power_of_2(width)))
     matrices = up.by_head[:, up.nope_dim :]
     _multiply_to_values[(triton.cdiv(width, columns), num_heads, triton.cdiv(num_tokens, tokens))](
@@ -107,7 +104,7 @@ def _values_by_tiles(
         TOKENS=tokens,
         COLUMNS=columns,
         DEPTH=min(DEPTH, up.rank),
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=3,
         **launch_options(),
     )
@@ -192,24 +189,23 @@ def _multiply_to_values(
     wait_for_previous()
     top = tl.full((TOKENS,), LOWEST, tl.float32)
     total = tl.zeros((TOKENS,), tl.float32)
-    for index in range(0, most):
-        _, lse = part_at(index, lse_ptr, num_parts, whole, num_whole, first, second, ROWS)
-        new_top = tl.maximum(top, lse)
-        total = total * tl.exp2(top - new_top) + tl.exp2(lse - new_top)
-        top = new_top
-    shift = top + tl.log2(tl.where(total == 0, 1.0, total))
     acc = tl.zeros((COLUMNS, TOKENS), tl.float32)
     for index in range(0, most, 2):  # two parts at a time: few results have more
         row_0, lse_0 = part_at(index, lse_ptr, num_parts, whole, num_whole, first, second, ROWS)
         row_1, lse_1 = part_at(index + 1, lse_ptr, num_parts, whole, num_whole, first, second, ROWS)
-        weight_0, weight_1 = tl.exp2(lse_0 - shift)[:, None], tl.exp2(lse_1 - shift)[:, None]
+        new_top = tl.maximum(top, tl.maximum(lse_0, lse_1))
+        weight_0, weight_1, shrink = tl.exp2(lse_0 - new_top), tl.exp2(lse_1 - new_top), tl.exp2(top - new_top)
+        total = total * shrink + weight_0 + weight_1
+        acc *= shrink[None, :]
+        top = new_top
         has_0, has_1 = (index < num_parts)[:, None], (index + 1 < num_parts)[:, None]
         for begin in range(0, RANK, DEPTH):
             dims = begin + depth[None, :]
             part_0 = tl.load(results_ptr + row_0[:, None] * RANK + dims, mask=has_0, other=0.0)
             part_1 = tl.load(results_ptr + row_1[:, None] * RANK + dims, mask=has_1, other=0.0)
             matrix = tl.load(matrix_rows + dims, mask=has_column, other=0.0)
-            merged = part_0.to(tl.float32) * weight_0 + part_1.to(tl.float32) * weight_1
+            merged = part_0.to(tl.float32) * weight_0[:, None] + part_1.to(tl.float32) * weight_1[:, None]
             acc = tl.dot(matrix, tl.trans(merged.to(matrix.dtype)), acc)
+    acc /= tl.where(total == 0, 1.0, total)[None, :]
     place = out_ptr + token.to(tl.int64)[:, None] * out_token_stride + head * out_head_stride + column[None, :]
     tl.store(place, tl.trans(acc), mask=exists[:, None] & (column < VALUE_DIM)[None, :])

@@ -68,6 +68,6 @@ def part_at(index, lse_ptr, num_parts, whole_row, num_whole_rows, first_part, se
     `whole_row` is the results' row of `num_whole_rows`; the other arguments are as returned by `parts_of`.
     """
     part = tl.where(index == 0, first_part, second_part + (index - 1) * (2 * ROWS))
-    lse = tl.load(lse_ptr + part, mask=(index < num_parts) & (num_parts > 1), other=float("-inf"))
+    lse = tl.load(lse_ptr + part, mask=index < tl.where(num_parts > 1, num_parts, 0), other=float("-inf"))
     lse = tl.where((index == 0) & (num_parts == 1), 0.0, lse)
     return tl.where(num_parts == 1, whole_row, num_whole_rows + part), lse
