@@ -27,7 +27,8 @@ NARROW_ROWS = 32  # most rows whose sums fit in the registers of one warp group
 WIDE_ROWS = 64  # ... and of two
 LEAST_HEADS = 8  # heads of a query: the rows of a TMA box must cover the swizzle's pattern
 NARROW_TILE = absorbed_narrow.TILE.value  # keys
-WIDE_TILE, WIDE_STAGES, WIDE_PLACES, WIDE_EARLY = 32, 4, 2, 2
+NARROW_AHEAD = 2  # tiles
+WIDE_TILE, WIDE_STAGES, WIDE_PLACES, WIDE_AHEAD = 32, 4, 2, 4
 
 
 def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: WorkTiles) -> bool:
@@ -69,10 +70,14 @@ def latent_attention(
     tiles, (page, width) = work.tiles, kv.shape[4:]
     is_wide = tiles.rows > NARROW_ROWS
     kernel = absorbed_wide if is_wide else absorbed_narrow
-    sizes = {"TILE": WIDE_TILE, "STAGES": WIDE_STAGES, "PLACES": WIDE_PLACES, "EARLY": WIDE_EARLY} if is_wide else {}
+    if is_wide:
+        sizes = {"TILE": WIDE_TILE, "STAGES": WIDE_STAGES, "PLACES": WIDE_PLACES, "AHEAD": WIDE_AHEAD}
+    else:
+        sizes = {"AHEAD": NARROW_AHEAD}
     kernel.attend_share[(work.num_programs, tiles.groups(num_heads))](
         TensorDescriptor.from_tensor(q_latent, [tiles.queries, tiles.heads, SLAB.value], QUERY_BOX.value),
         TensorDescriptor.from_tensor(q_rope, [tiles.queries, tiles.heads, SLAB.value], QUERY_BOX.value),
+        kv,
         TensorDescriptor.from_tensor(kv.view(-1, width), [page, SLAB.value], BOX.value),
         results.attended,
         results.lse,

@@ -100,13 +100,14 @@ def store_rows(memory, first_dim, item, results, shape):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     barrier()  # all warps have written the memory
     row = gl.arange(0, shape.ROWS, gl.SliceLayout(1, LAYOUT))
-    dim = first_dim + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    query, head = row // shape.HEADS, gl.program_id(1) * shape.HEADS + row % shape.HEADS
-    whole_row = (item.token + query).to(gl.int64) * results.num_heads + head
-    target = gl.where(item.is_whole, whole_row, results.num_whole_rows + _part_rows(item, row, shape))
-    exists = (query < item.num_queries) & (head < results.num_heads)
-    place = results.rows + gl.expand_dims(target * shape.RANK, 1) + gl.expand_dims(dim, 0)
-    gl.store(place, memory.load(LAYOUT), mask=gl.expand_dims(exists, 1))
+    dim = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    query, head, first_head = row // shape.HEADS, row % shape.HEADS, gl.program_id(1) * shape.HEADS
+    first_row = results.num_whole_rows + _first_part_row(item, shape)
+    first_row = gl.where(item.is_whole, item.token.to(gl.int64) * results.num_heads + first_head, first_row)
+    row = gl.where(item.is_whole, query * results.num_heads + head, row)
+    exists = (query < item.num_queries) & (first_head + head < results.num_heads)
+    place = results.rows + (first_row * shape.RANK + first_dim) + gl.expand_dims(row * shape.RANK, 1)
+    gl.store(place + gl.expand_dims(dim, 0), memory.load(LAYOUT), mask=gl.expand_dims(exists, 1))
 
 
 @gluon.jit
@@ -114,10 +115,10 @@ def store_lse(top, weight, item, results, LAYOUT: gl.constexpr, shape):
     """Write the log-sum-exp of a part's rows, whose top scores and sums of weights [ROWS] have this layout."""
     if not item.is_whole:
         row = gl.arange(0, shape.ROWS, LAYOUT)
-        gl.store(results.lse + _part_rows(item, row, shape), top + gl.log2(weight))
+        gl.store(results.lse + _first_part_row(item, shape) + row, top + gl.log2(weight))
 
 
 @gluon.jit
-def _part_rows(item, row, shape):
+def _first_part_row(item, shape):
     begins = (item.first == 0).to(gl.int32)
-    return part_row(gl.program_id(0), begins, gl.program_id(1), gl.num_programs(0), row, shape.ROWS)
+    return part_row(gl.program_id(0), begins, gl.program_id(1), gl.num_programs(0), 0, shape.ROWS)

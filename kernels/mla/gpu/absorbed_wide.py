@@ -210,6 +210,7 @@ def _release(ring, n):
 def attend_share(
     q_latents,
     q_ropes,
+    kv,
     pages,
     results,
     lse,
@@ -230,7 +231,7 @@ def attend_share(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     PLACES: gl.constexpr,
-    EARLY: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """Compute one share of the tiles, for one group of heads, as `absorbed_narrow.attend_share`."""
     shape = AbsorbedShape(QUERIES, HEADS, RANK, PAGE, TILE)
@@ -240,7 +241,7 @@ def attend_share(
     hopper.fence_async_shared()
     work = Work(items, starts, shares)
     output = Results(results, lse, num_whole_rows, num_heads)
-    cache = LatentCache(pages, layer, num_layers, block_tables, table_stride)
+    cache = LatentCache(kv, pages, layer, num_layers, block_tables, table_stride)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     HALF: gl.constexpr = TILE // PAGE // LOADERS
@@ -248,8 +249,8 @@ def attend_share(
         [
             (_consume, (work, output, scale, queries, ring, exchange, ZERO, shape)),
             (_consume, (work, output, scale, queries, ring, exchange, ONE, shape)),
-            (load_pages, (work, cache, ring, queries, ZERO, EARLY, shape)),
-            (load_pages, (work, cache, ring, queries, HALF, EARLY, shape)),
+            (load_pages, (work, cache, ring, ZERO, AHEAD, shape)),
+            (load_pages, (work, cache, ring, HALF, AHEAD, shape)),
             (load_queries, (work, QueryBoxes(q_latents, q_ropes), queries, shape)),
         ],
         [4, 1, 1, 1],

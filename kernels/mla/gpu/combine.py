@@ -12,15 +12,16 @@ from baton.kernels.split_kv import LOWEST, merge_parts
 from .partial_results import PartialResults, part_at, parts_of
 from .work_list import WorkList
 
-# (rows up to which it is used, pieces of a row, parts that are loaded at a time, warps): a program has a piece of one row
-SIZES = ((64, 4, 64, 4), (1024, 1, 8, 4), (None, 1, 4, 1))
+FEW_ROWS = 64  # up to so many, a program has a smaller piece of a row, and more parts are loaded at a time
+FEW_PIECES, FEW_PARTS = 4, 16
+PIECES, PARTS = 2, 8
 
 
 def combine(results: PartialResults, batch: AttentionBatch, work: WorkList) -> None:
     """Write the rows of `results.attended` that have several parts, and zeros for tokens of slot -1."""
     num_tokens, num_heads, rank = results.attended.shape
     rows = num_tokens * num_heads
-    _, pieces, at_once, num_warps = next(size for size in SIZES if size[0] is None or rows <= size[0])
+    pieces, at_once = (FEW_PIECES, FEW_PARTS) if rows <= FEW_ROWS else (PIECES, PARTS)
     _combine[(num_tokens, num_heads, pieces)](
         results.attended,
         results.lse,
@@ -35,7 +36,7 @@ def combine(results: PartialResults, batch: AttentionBatch, work: WorkList) -> N
         RANK=rank,
         PIECES=pieces,
         PARTS=at_once,
-        num_warps=num_warps,
+        num_warps=1,  # sums over parts stay in its registers
         **launch_options(),
     )
 

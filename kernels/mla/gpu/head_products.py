@@ -25,7 +25,7 @@ from .work_list import WorkList
 
 MOST_TOKENS = 256  # with more, torch's product is as fast
 FEW_PROGRAMS = 3  # with as many programs for an item, or more, a kernel of its own merges parts
-VALUE_TILES = {32: (8, 64, 4), 64: (16, 128, 4), 256: (32, 128, 8)}  # tokens, columns, warps, by number of tokens
+VALUE_TILES = {32: (8, 64, 4), 128: (16, 128, 4), 256: (32, 128, 8)}  # tokens, columns, warps, by number of tokens
 LEAST_COLUMNS = 16  # that a matrix product needs; of tokens, too, in the product to latents
 DEPTH = 128  # dimensions of latents that are multiplied at a time
 LINE_BYTES = tl.constexpr(128)
@@ -39,7 +39,7 @@ def absorb(up: UpProjection, q: Tensor) -> Tensor:
     out = torch.empty((num_tokens, num_heads, up.rank), dtype=q.dtype, device=q.device)
     matrices = up.by_head[:, : up.nope_dim]
     tokens = max(LEAST_COLUMNS, min(64, next_power_of_2(num_tokens)))
-    columns = min(up.rank, 64 if num_tokens <= 64 else 128)
+    columns = min(up.rank, 128)
     _multiply_to_latents[(triton.cdiv(up.rank, columns), num_heads, triton.cdiv(num_tokens, tokens))](
         q,
         matrices,

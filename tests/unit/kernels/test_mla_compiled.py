@@ -98,7 +98,7 @@ def attend(queries: int, num_seqs: int) -> None:
 @pytest.mark.parametrize(
     ("queries", "num_seqs", "products"),
     [
-        (1, 2, ["_multiply", "_combine", "_multiply"]),
+        (1, 2, ["_multiply_to_latents", "_combine", "_multiply"]),
         (1, 64, ["_multiply_to_latents", "_multiply_to_values"]),
         (4, 64, ["_multiply_to_latents", "_multiply_to_values"]),
         (4, 3, ["_multiply_to_latents", "_combine", "_multiply_to_values"]),
@@ -120,6 +120,7 @@ def boxes(*shape: object) -> str:
 
 HOPPER_SIGNATURE = {
     "results": "*bf16",
+    "kv": "*bf16",
     "lse": "*fp32",
     **dict.fromkeys(("items", "starts", "shares", "block_tables"), "*i32"),
     "scale": "fp32",
@@ -131,6 +132,7 @@ WIDE_SIZES = {
     "TILE": absorbed_hopper.WIDE_TILE,
     "STAGES": absorbed_hopper.WIDE_STAGES,
     "PLACES": absorbed_hopper.WIDE_PLACES,
+    "AHEAD": absorbed_hopper.WIDE_AHEAD,
 }
 
 
@@ -139,7 +141,7 @@ WIDE_SIZES = {
 def test_on_hopper_the_copy_engine_fetches_and_a_program_leaves_registers_to_others(
     heads: int, max_spill_bytes: int
 ) -> None:
-    constexprs = {"QUERIES": 1, "HEADS": heads, "RANK": 512, "PAGE": 16}
+    constexprs = {"QUERIES": 1, "HEADS": heads, "RANK": 512, "PAGE": 16, "AHEAD": absorbed_hopper.NARROW_AHEAD}
     compiled = compiled_for_hopper(absorbed_narrow, constexprs, max_spill_bytes)
     assert compiled.registers * 256 <= 0.6 * 65536
 
