@@ -61,17 +61,3 @@ def prefetch(lines):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
         )
-
-
-@triton.jit
-def prefetch_piece(start, num_bytes):
-    """Prefetch `num_bytes` (int32, a multiple of 16) from each address of `start` into L2, by the copy engine."""
-    if SUPPORTED:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [start, num_bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

@@ -119,8 +119,6 @@ def latent_attention_kernel(
     key_in_tile = tl.arange(0, TILE)
 
     while tile < share_end:
-        while tl.load(starts_ptr + item + 1) <= tile:  # an item without tiles
-            item += 1
         item_start = tl.load(starts_ptr + item)
         item_end = tl.load(starts_ptr + item + 1)
         end = tl.minimum(item_end, share_end)

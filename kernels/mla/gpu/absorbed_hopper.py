@@ -27,8 +27,7 @@ NARROW_ROWS = 32  # most rows whose sums fit in the registers of one warp group
 WIDE_ROWS = 64  # ... and of two
 LEAST_HEADS = 8  # heads of a query: the rows of a TMA box must cover the swizzle's pattern
 NARROW_TILE = absorbed_narrow.TILE.value  # keys
-NARROW_AHEAD = 2  # tiles
-WIDE_TILE, WIDE_STAGES, WIDE_PLACES, WIDE_AHEAD = 32, 4, 2, 4
+WIDE_TILE = absorbed_wide.TILE.value
 
 
 def serves(q_latent: Tensor, q_rope: Tensor, kv: Tensor, tiles: WorkTiles) -> bool:
@@ -68,16 +67,10 @@ def latent_attention(
     """Compute the same as `absorbed.latent_attention`."""
     num_tokens, num_heads, rank = q_latent.shape
     tiles, (page, width) = work.tiles, kv.shape[4:]
-    is_wide = tiles.rows > NARROW_ROWS
-    kernel = absorbed_wide if is_wide else absorbed_narrow
-    if is_wide:
-        sizes = {"TILE": WIDE_TILE, "STAGES": WIDE_STAGES, "PLACES": WIDE_PLACES, "AHEAD": WIDE_AHEAD}
-    else:
-        sizes = {"AHEAD": NARROW_AHEAD}
+    kernel = absorbed_wide if tiles.rows > NARROW_ROWS else absorbed_narrow
     kernel.attend_share[(work.num_programs, tiles.groups(num_heads))](
         TensorDescriptor.from_tensor(q_latent, [tiles.queries, tiles.heads, SLAB.value], QUERY_BOX.value),
         TensorDescriptor.from_tensor(q_rope, [tiles.queries, tiles.heads, SLAB.value], QUERY_BOX.value),
-        kv,
         TensorDescriptor.from_tensor(kv.view(-1, width), [page, SLAB.value], BOX.value),
         results.attended,
         results.lse,
@@ -97,6 +90,5 @@ def latent_attention(
         PAGE=page,
         num_warps=4,
         maxnreg=kernel.REGISTERS,
-        **sizes,
         **launch_options(),
     )

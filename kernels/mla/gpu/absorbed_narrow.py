@@ -97,7 +97,6 @@ def _consume(work, results, scale, query_ring, ring, weight_memory, shape):
 def attend_share(
     q_latents,
     q_ropes,
-    kv,
     pages,
     results,
     lse,
@@ -115,7 +114,6 @@ def attend_share(
     HEADS: gl.constexpr,
     RANK: gl.constexpr,
     PAGE: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):
     """Compute one share of the tiles, for one group of heads.
 
@@ -128,7 +126,7 @@ def attend_share(
     weight_memory = gl.allocate_shared_memory(pages.dtype, [TILE, shape.ROWS], LAYOUT)
     hopper.fence_async_shared()
     work = Work(items, starts, shares)
-    cache = LatentCache(kv, pages, layer, num_layers, block_tables, table_stride)
+    cache = LatentCache(pages, layer, num_layers, block_tables, table_stride)
     NONE: gl.constexpr = 0
     HALF: gl.constexpr = TILE // PAGE // LOADERS
     gl.warp_specialize(
@@ -137,8 +135,8 @@ def attend_share(
                 _consume,
                 (work, Results(results, lse, num_whole_rows, num_heads), scale, query_ring, ring, weight_memory, shape),
             ),
-            (load_pages, (work, cache, ring, NONE, AHEAD, shape)),
-            (load_pages, (work, cache, ring, HALF, AHEAD, shape)),
+            (load_pages, (work, cache, ring, NONE, shape)),
+            (load_pages, (work, cache, ring, HALF, shape)),
             (load_queries, (work, QueryBoxes(q_latents, q_ropes), query_ring, shape)),
         ],
         [1, 1, 1],

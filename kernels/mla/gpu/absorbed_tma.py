@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from baton.kernels.hopper.rings import BOX, SLAB, Ring, Value, async_load, new_barriers, record, view
-from baton.kernels.pdl import prefetch_piece, wait_for_previous
+from baton.kernels.pdl import wait_for_previous
 
 LOADERS = gl.constexpr(2)  # warps that load pages: a single one would need as long per tile as its products
 LOADER_REGISTERS = gl.constexpr(40)
@@ -56,17 +56,11 @@ class QueryBoxes:
 class LatentCache:
     """One layer of the cache, and the sequences' block tables."""
 
-    kv: gl.tensor
     pages: Value  # TMA descriptor with boxes [page, slab] of kv viewed as rows of latents
     layer: gl.tensor
     num_layers: Value
     block_tables: gl.tensor
     table_stride: Value
-
-    @gluon.jit
-    def first_row(self, block, shape):
-        """Return the first row of a block's page."""
-        return (block * self.num_layers + self.layer) * shape.PAGE
 
 
 @record
@@ -117,11 +111,8 @@ def load_queries(work, queries, ring, shape):
 
 
 @gluon.jit
-def load_pages(work, cache, ring, FIRST: gl.constexpr, AHEAD: gl.constexpr, shape):
-    """Load this loader's pages of every tile of the share: from page FIRST of the tile on.
-
-    The pages of the tile that is AHEAD tiles further are prefetched into L2, so that memory is read without a pause.
-    """
+def load_pages(work, cache, ring, FIRST: gl.constexpr, shape):
+    """Load this loader's pages of every tile of the share: from page FIRST of the tile on."""
     latents, ropes = ring.latents, ring.ropes
     PAGES: gl.constexpr = shape.TILE // shape.PAGE
     OWN: gl.constexpr = PAGES // LOADERS
@@ -131,15 +122,16 @@ def load_pages(work, cache, ring, FIRST: gl.constexpr, AHEAD: gl.constexpr, shap
         number = work.item_with(tile, number)
         item = work.item(number, tile, share_end)
         num_pages = gl.cdiv(item.num_keys, shape.PAGE)
-        end = item.first + item.tiles
         table = cache.block_tables + item.table_row.to(gl.int64) * cache.table_stride
-        for index in range(item.first, end):
+        for index in range(item.first, item.first + item.tiles):
             places = ()  # pages after the sequence's last become rows after the last row, which TMA loads as zeros
             for i in gl.static_range(OWN):
                 page = index * PAGES + FIRST + i
                 exists = page < num_pages
                 block = gl.load(table + page, mask=exists, other=0)
-                places = places + (gl.where(exists, cache.first_row(block, shape), cache.pages.shape[0]),)
+                places = places + (
+                    gl.where(exists, (block * cache.num_layers + cache.layer) * shape.PAGE, cache.pages.shape[0]),
+                )
             if (index + 1) * shape.TILE > item.num_cached:
                 wait_for_previous()
             latents.await_free(n)
@@ -150,21 +142,6 @@ def load_pages(work, cache, ring, FIRST: gl.constexpr, AHEAD: gl.constexpr, shap
                     async_load(cache.pages, [places[i], slab * SLAB], latents.barrier(n), box)
                 box = view(ropes.slab(n, 0), [PAGES, shape.PAGE, SLAB], BOX).index(FIRST + i)
                 async_load(cache.pages, [places[i], shape.RANK], latents.barrier(n), box)
-            if index + AHEAD < end:
-                for i in gl.static_range(OWN):
-                    page = (index + AHEAD) * PAGES + FIRST + i
-                    if page < num_pages:
-                        _prefetch_page(cache, gl.load(table + page), shape)
             n += 1
         number += 1
         tile += item.tiles
-
-
-@gluon.jit
-def _prefetch_page(cache, block, shape):
-    """Prefetch a page into L2; each thread of the warp requests an equal piece of it."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    WIDTH: gl.constexpr = shape.RANK + SLAB
-    PIECE: gl.constexpr = shape.PAGE * WIDTH // 32
-    first = cache.first_row(block, shape).to(gl.int64) * WIDTH
-    prefetch_piece(cache.kv + first + gl.arange(0, 32, LANES) * PIECE, gl.full([32], PIECE * 2, gl.int32, LANES))

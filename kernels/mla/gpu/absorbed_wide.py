@@ -34,6 +34,9 @@ from .absorbed_tma import (
     new_rings,
 )
 
+TILE = gl.constexpr(32)  # keys
+STAGES = gl.constexpr(4)
+PLACES = gl.constexpr(2)  # of `Exchange`: with one, groups would wait for each other
 GROUPS = gl.constexpr(2)
 REGISTERS = 168  # all that there are: a program takes all of the shared memory, too
 GROUP_REGISTERS = gl.constexpr(232)  # of a thread of group 1; as many are left for group 0
@@ -54,12 +57,12 @@ class Exchange:
 
 
 @gluon.jit
-def new_exchange(dtype: gl.constexpr, places: gl.constexpr, shape):
+def new_exchange(dtype: gl.constexpr, shape):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(2 * shape.TILE, 16, 2)
     return Exchange(
-        gl.allocate_shared_memory(dtype, [places, shape.ROWS, shape.TILE], LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [places, shape.ROWS], BARE),
-        gl.allocate_shared_memory(gl.float32, [places, shape.ROWS], BARE),
+        gl.allocate_shared_memory(dtype, [PLACES, shape.ROWS, shape.TILE], LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [PLACES, shape.ROWS], BARE),
+        gl.allocate_shared_memory(gl.float32, [PLACES, shape.ROWS], BARE),
         new_barriers(GROUPS, 1),
     )
 
@@ -160,8 +163,6 @@ def _soften(scores, top, total, num_visible, index, shape):
 @gluon.jit
 def _hand_over(weights, top, total, n, ring, exchange, GROUP: gl.constexpr, SUMS: gl.constexpr):
     """Give the other group the softmax after tile n. Return the weights as an operand of products."""
-    PLACES: gl.constexpr = exchange.weights.shape[0]
-    STAGES: gl.constexpr = ring.latents.full.shape[0]
     weights = weights.to(exchange.weights.dtype)
     ring.latents.await_free(n - PLACES + STAGES)  # tile n - PLACES has been released
     exchange.weights.index(n % PLACES).store(weights)
@@ -176,7 +177,6 @@ def _hand_over(weights, top, total, n, ring, exchange, GROUP: gl.constexpr, SUMS
 @gluon.jit
 def _take_over(sums, top, n, exchange, GROUP: gl.constexpr):
     """Wait for the other group's softmax after tile n; return (sums relative to its top, its top, its total)."""
-    PLACES: gl.constexpr = exchange.weights.shape[0]
     mbarrier.wait(exchange.ready.index(1 - GROUP), n // GROUPS & 1)
     new_top = exchange.tops.index(n % PLACES).load(top.type.layout)
     total = exchange.totals.index(n % PLACES).load(top.type.layout)
@@ -187,7 +187,6 @@ def _take_over(sums, top, n, exchange, GROUP: gl.constexpr):
 @gluon.jit
 def _start_sums_of_other(sums, n, ring, exchange, GROUP: gl.constexpr):
     """Start to add tile n with the weights that the other group has computed."""
-    PLACES: gl.constexpr = exchange.weights.shape[0]
     ring.latents.await_full(n)
     values = ring.latents.part(n, GROUP, GROUPS)
     return hopper.warpgroup_mma(exchange.weights.index(n % PLACES), values, sums, is_async=True)
@@ -210,7 +209,6 @@ def _release(ring, n):
 def attend_share(
     q_latents,
     q_ropes,
-    kv,
     pages,
     results,
     lse,
@@ -228,20 +226,16 @@ def attend_share(
     HEADS: gl.constexpr,
     RANK: gl.constexpr,
     PAGE: gl.constexpr,
-    TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    PLACES: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):
     """Compute one share of the tiles, for one group of heads, as `absorbed_narrow.attend_share`."""
     shape = AbsorbedShape(QUERIES, HEADS, RANK, PAGE, TILE)
     queries = new_rings(pages.dtype, 1, shape.ROWS, RANK, 1, GROUPS)
     ring = new_rings(pages.dtype, STAGES, TILE, RANK, LOADERS, GROUPS)
-    exchange = new_exchange(pages.dtype, PLACES, shape)
+    exchange = new_exchange(pages.dtype, shape)
     hopper.fence_async_shared()
     work = Work(items, starts, shares)
     output = Results(results, lse, num_whole_rows, num_heads)
-    cache = LatentCache(kv, pages, layer, num_layers, block_tables, table_stride)
+    cache = LatentCache(pages, layer, num_layers, block_tables, table_stride)
     ZERO: gl.constexpr = 0
     ONE: gl.constexpr = 1
     HALF: gl.constexpr = TILE // PAGE // LOADERS
@@ -249,8 +243,8 @@ def attend_share(
         [
             (_consume, (work, output, scale, queries, ring, exchange, ZERO, shape)),
             (_consume, (work, output, scale, queries, ring, exchange, ONE, shape)),
-            (load_pages, (work, cache, ring, ZERO, AHEAD, shape)),
-            (load_pages, (work, cache, ring, HALF, AHEAD, shape)),
+            (load_pages, (work, cache, ring, ZERO, shape)),
+            (load_pages, (work, cache, ring, HALF, shape)),
             (load_queries, (work, QueryBoxes(q_latents, q_ropes), queries, shape)),
         ],
         [4, 1, 1, 1],

@@ -12,16 +12,16 @@ from baton.kernels.split_kv import LOWEST, merge_parts
 from .partial_results import PartialResults, part_at, parts_of
 from .work_list import WorkList
 
-FEW_ROWS = 64  # up to so many, a program has a smaller piece of a row, and more parts are loaded at a time
-FEW_PIECES, FEW_PARTS = 4, 16
-PIECES, PARTS = 2, 8
+# (pieces of a row, parts that are loaded at a time) by number of rows; a program has a piece of one row
+SIZES = {64: (4, 16), 1024: (2, 8)}
+OF_MANY_ROWS = (1, 4)
 
 
 def combine(results: PartialResults, batch: AttentionBatch, work: WorkList) -> None:
     """Write the rows of `results.attended` that have several parts, and zeros for tokens of slot -1."""
     num_tokens, num_heads, rank = results.attended.shape
     rows = num_tokens * num_heads
-    pieces, at_once = (FEW_PIECES, FEW_PARTS) if rows <= FEW_ROWS else (PIECES, PARTS)
+    pieces, at_once = next((size for most, size in SIZES.items() if rows <= most), OF_MANY_ROWS)
     _combine[(num_tokens, num_heads, pieces)](
         results.attended,
         results.lse,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.kernels.mla import gpu
-from baton.kernels.mla.gpu import absorbed, absorbed_hopper, absorbed_narrow, absorbed_wide, dense, latent_cache
+from baton.kernels.mla.gpu import absorbed, absorbed_narrow, absorbed_wide, dense, latent_cache
 
 from ...helpers.aot import Compiled, compile_for_h200, compile_launches
 from .mla_cases import DEEPSEEK_V2_LITE, latent_step
@@ -120,19 +120,12 @@ def boxes(*shape: object) -> str:
 
 HOPPER_SIGNATURE = {
     "results": "*bf16",
-    "kv": "*bf16",
     "lse": "*fp32",
     **dict.fromkeys(("items", "starts", "shares", "block_tables"), "*i32"),
     "scale": "fp32",
     **dict.fromkeys(("layer", "num_layers", "num_heads", "num_whole_rows"), "i32"),
     "table_stride": "i32:16",
     "pages": boxes(16, 64),
-}
-WIDE_SIZES = {
-    "TILE": absorbed_hopper.WIDE_TILE,
-    "STAGES": absorbed_hopper.WIDE_STAGES,
-    "PLACES": absorbed_hopper.WIDE_PLACES,
-    "AHEAD": absorbed_hopper.WIDE_AHEAD,
 }
 
 
@@ -141,7 +134,7 @@ WIDE_SIZES = {
 def test_on_hopper_the_copy_engine_fetches_and_a_program_leaves_registers_to_others(
     heads: int, max_spill_bytes: int
 ) -> None:
-    constexprs = {"QUERIES": 1, "HEADS": heads, "RANK": 512, "PAGE": 16, "AHEAD": absorbed_hopper.NARROW_AHEAD}
+    constexprs = {"QUERIES": 1, "HEADS": heads, "RANK": 512, "PAGE": 16}
     compiled = compiled_for_hopper(absorbed_narrow, constexprs, max_spill_bytes)
     assert compiled.registers * 256 <= 0.6 * 65536
 
@@ -149,7 +142,7 @@ def test_on_hopper_the_copy_engine_fetches_and_a_program_leaves_registers_to_oth
 @pytest.mark.slow
 @pytest.mark.parametrize(("queries", "heads"), [(4, 16), (8, 8), (1, 64)])
 def test_on_hopper_two_warp_groups_take_turns_with_the_tiles_of_several_queries(queries: int, heads: int) -> None:
-    constexprs = {"QUERIES": queries, "HEADS": heads, "RANK": 512, "PAGE": 16, **WIDE_SIZES}
+    constexprs = {"QUERIES": queries, "HEADS": heads, "RANK": 512, "PAGE": 16}
     compiled = compiled_for_hopper(absorbed_wide, constexprs, 256)  # spills happen once per item
     waits = re.findall(r"wgmma.wait_group.sync.aligned\s+(\d)", compiled.ptx)
     assert "1" in waits, "a group's scores run beside the sums of the other group's tile"

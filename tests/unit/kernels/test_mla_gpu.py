@@ -71,6 +71,29 @@ def test_products_of_heads_for_any_number_of_tokens(num_tokens: int, triton_devi
 
 
 @pytest.mark.slow
+def test_products_to_values_merge_any_number_of_parts(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of many sequences is so long that it has more parts than are loaded at a time."""
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: 26)
+    monkeypatch.setattr("baton.kernels.mla.gpu.head_products.combine", None)
+    step = latent_step([1] * 9, [300, *range(3, 11)], triton_device)
+    batch = prepare(step.batch, num_heads=4, head_dim=step.q.shape[2])
+    assert max(len(programs) for programs in programs_by_item(batch.prepared.absorbed)) > 4
+    step.check(gpu.mla_attention(step.q, step.kv, LAYER, batch, step.up, scale=SCALE))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_padding_is_zero_where_parts_have_a_kernel_of_their_own(num_tokens: int, triton_device: torch.device) -> None:
+    step = padded(latent_step([1] * num_tokens, [40] * num_tokens, triton_device), 1)
+    result = step.attend(prepare, gpu.mla_attention)
+    step.check(result)
+    assert not result[-1].any()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads", [1, 3, 70])
 def test_any_number_of_heads(num_heads: int, triton_device: torch.device) -> None:
     step = latent_step([1, 3], [40, 20], triton_device, shape=dataclasses.replace(SMALL, num_heads=num_heads))
@@ -233,6 +256,7 @@ def test_items_are_cut_evenly_where_whole_ones_would_keep_programs_waiting(
     assert max(sizes) - min(sizes) <= 1
 
 
+@pytest.mark.filterwarnings("error")  # a division by zero
 def test_a_step_of_padding_alone_gives_no_program_a_tile(triton_device: torch.device) -> None:
     step = padded(latent_step([1], [5], triton_device), 3)
     step.batch.seq_lens.zero_()
