@@ -93,6 +93,15 @@ class Ring:
         return view(self.slabs, TILES, LAYOUT).index(n % STAGES)
 
     @gluon.jit
+    def part(self, n, index: gl.constexpr, PARTS: gl.constexpr):
+        """Return [rows, columns / PARTS]: one of PARTS equal parts of the columns of tile n."""
+        STAGES: gl.constexpr = self.full.shape[0]
+        COLUMNS: gl.constexpr = self.slabs.shape[0] // (STAGES * PARTS) * self.slabs.shape[2]
+        SHAPE: gl.constexpr = [STAGES * PARTS, self.slabs.shape[1], COLUMNS]
+        LAYOUT: gl.constexpr = self.slabs.layout
+        return view(self.slabs, SHAPE, LAYOUT).index(n % STAGES * PARTS + index)
+
+    @gluon.jit
     def barrier(self, n):
         """Return the barrier that copies into tile n report to."""
         return self.full.index(n % self.full.shape[0])
@@ -144,22 +153,30 @@ def new_ring(
 
 
 @gluon.jit
-def clear_tail(values, n, num_keys, PAGE: gl.constexpr, WARPS: gl.constexpr = 4):
+def clear_tail(
+    values,
+    n,
+    num_keys,
+    PAGE: gl.constexpr,
+    WARPS: gl.constexpr = 4,
+    PART: gl.constexpr = 0,
+    PARTS: gl.constexpr = 1,
+):
     """Zero the rows of tile n after the last of `num_keys` keys, in the last page of a ring of 16-bit pages.
 
     They may be infinite or NaN, and zero times infinity is not zero. Each consumer, of WARPS warps, does it itself, so
-    that none has to wait for another.
+    that none has to wait for another. A consumer that reads one of PARTS parts of the columns does it for PART.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     PAGES: gl.constexpr = values.slabs.shape[1] // PAGE
-    SLABS: gl.constexpr = values.slabs.shape[0] // values.full.shape[0]
+    SLABS: gl.constexpr = values.slabs.shape[0] // (values.full.shape[0] * PARTS)
     tail = num_keys % PAGE
     if tail > 0:
         values.await_full(n)
         page = num_keys // PAGE % PAGES
         exists = gl.expand_dims(gl.arange(0, PAGE, gl.SliceLayout(1, LAYOUT)) < tail, 1)
         for slab in gl.static_range(SLABS):
-            box = view(values.slab(n, slab), [PAGES, PAGE, SLAB], BOX).index(page)
+            box = view(values.slab(n, PART * SLABS + slab), [PAGES, PAGE, SLAB], BOX).index(page)
             value = box.load(LAYOUT)
             box.store(gl.where(exists, value, gl.zeros_like(value)))
         hopper.fence_async_shared()

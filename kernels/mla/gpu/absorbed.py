@@ -3,20 +3,20 @@
     scores [rows, tile] = q_latent latents^T + q_rope ropes^T        rows: the heads of a few query tokens
     out    [rows, rank] = softmax(scores) latents
 
-Work is divided as in `work_list`. At DeepSeek-V2's sizes, a key has 1 152 bytes, and needs 35 kFLOP for 16 heads.
+Work is divided as in `work_list`; results are stored as in `partial_results`. At DeepSeek-V2's sizes, a key has 1 152
+bytes, and needs 35 kFLOP for 16 heads.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.attention_batch import AttentionBatch
-from baton.kernels.split_kv import LOG2_E
+from baton.kernels.split_kv import LOG2_E, LOWEST
 
-from .combine import combine
+from .partial_results import PartialResults, part_row
 from .work_list import (
     FIRST_ITEM,
     FIRST_TILE,
@@ -27,7 +27,6 @@ from .work_list import (
     SHARE_WORDS,
     TABLE_ROW,
     WorkList,
-    WorkTiles,
 )
 
 FEW_ROWS = 16  # with so few rows, shared memory has room for one more tile in flight
@@ -40,28 +39,23 @@ def latent_attention(
     layer: int,
     batch: AttentionBatch,
     work: WorkList,
-    tiles: WorkTiles,
     *,
     scale: float,
-    out: Tensor,
-    pads: bool,
+    results: PartialResults,
 ) -> None:
-    """Write out [T, H, rank] for the tokens of `work`, from q_latent [T, H, rank] and q_rope [T, H, rope].
+    """Write the results of the tokens of `work`, from q_latent [T, H, rank] and q_rope [T, H, rope].
 
-    Both may be strided views whose last dimension is contiguous; `out` is contiguous. With `pads`, tokens of slot -1
-    get zeros.
+    Both may be strided views whose last dimension is contiguous.
     """
     num_heads, rank = q_latent.shape[1:]
-    groups = tiles.groups(num_heads)
-    parts = torch.empty((groups, work.num_programs, 2, tiles.rows, rank), dtype=torch.float32, device=out.device)
-    softmax = torch.empty((groups, work.num_programs, 2, tiles.rows, 2), dtype=torch.float32, device=out.device)
-    latent_attention_kernel[(work.num_programs, groups)](
+    tiles = work.tiles
+    latent_attention_kernel[(work.num_programs, tiles.groups(num_heads))](
         q_latent,
         q_rope,
         kv,
-        out,
-        parts,
-        softmax,
+        results.attended,
+        results.parts,
+        results.lse,
         work.items,
         work.starts,
         work.shares,
@@ -84,7 +78,6 @@ def latent_attention(
         num_warps=8,
         num_stages=3 if tiles.rows <= FEW_ROWS else 2,
     )
-    combine(parts, softmax, batch, work, tiles.heads, out=out, pads=pads)
 
 
 @triton.jit
@@ -94,7 +87,7 @@ def latent_attention_kernel(
     kv_ptr,
     out_ptr,
     parts_ptr,
-    softmax_ptr,
+    lse_ptr,
     items_ptr,
     starts_ptr,
     shares_ptr,
@@ -120,7 +113,6 @@ def latent_attention_kernel(
     tile = tl.load(share + FIRST_TILE)
     item = tl.load(share + FIRST_ITEM)
     share_end = tl.load(share + SHARE_WORDS + FIRST_TILE)
-    workspace = (group * tl.num_programs(0) + program).to(tl.int64) * 2
     row = tl.arange(0, ROWS)
     head = (group * HEADS + row % HEADS).to(tl.int64)  # projected queries are stored head by head
     dims, rope_dims = tl.arange(0, RANK), tl.arange(0, ROPE)
@@ -145,7 +137,7 @@ def latent_attention_kernel(
         q_latent = tl.load(latent_row[:, None] + dims[None, :], mask=is_query[:, None], other=0.0)
         q_rope = tl.load(rope_row[:, None] + rope_dims[None, :], mask=is_query[:, None], other=0.0)
         total = tl.zeros((ROWS, RANK), tl.float32)
-        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        highest = tl.full((ROWS,), LOWEST, tl.float32)
         weight = tl.zeros((ROWS,), tl.float32)
 
         following = (tile - item_start) * TILE + key_in_tile
@@ -162,22 +154,21 @@ def latent_attention_kernel(
             scores = tl.dot(q_latent, tl.trans(latents), tl.dot(q_rope, tl.trans(ropes))) * scale
             scores = tl.where(key[None, :] < num_visible[:, None], scores, float("-inf"))
             peak = tl.maximum(highest, tl.max(scores, 1))
-            base = peak
-            if HEADS < ROWS:
-                base = tl.where(peak == float("-inf"), 0.0, peak)  # -inf: this query has seen no key of the share yet
-            decay = tl.exp2(highest - base)
-            probs = tl.exp2(scores - base[:, None])
+            decay = tl.exp2(highest - peak)
+            probs = tl.exp2(scores - peak[:, None])
             weight = weight * decay + tl.sum(probs, 1)
             total = tl.dot(probs.to(latents.dtype), latents, total * decay[:, None])
             highest = peak
 
-        if (tile == item_start) & (end == item_end):
+        begins = tile == item_start
+        weight = tl.where(weight == 0, 1.0, weight)
+        result = total / weight[:, None]
+        if begins & (end == item_end):
             rows_out = out_ptr + (token * num_heads + head) * RANK
-            tl.store(rows_out[:, None] + dims[None, :], total / weight[:, None], mask=is_query[:, None])
+            tl.store(rows_out[:, None] + dims[None, :], result, mask=is_query[:, None])
         else:
-            part = (workspace + (tile == item_start).to(tl.int32)) * ROWS + row
-            tl.store(parts_ptr + part[:, None] * RANK + dims[None, :], total)
-            tl.store(softmax_ptr + 2 * part, highest)
-            tl.store(softmax_ptr + 2 * part + 1, weight)
+            part = part_row(program, begins.to(tl.int32), group, tl.num_programs(0), row, ROWS)
+            tl.store(parts_ptr + part[:, None] * RANK + dims[None, :], result)
+            tl.store(lse_ptr + part, highest + tl.log2(weight))
         item += 1
         tile = end

@@ -1,112 +1,78 @@
-"""Combines the parts of items that are divided over several programs, in a second kernel."""
+"""Merges the parts of results, in a kernel of its own: for results of many parts, or that a library multiplies next."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from baton.kernels.attention_batch import AttentionBatch
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from baton.kernels.split_kv import LOWEST, merge_parts
 
-from .work_list import FIRST_TOKEN, ITEM_WORDS, NUM_QUERIES, WorkList, programs_of
+from .partial_results import PartialResults, part_at, parts_of
+from .work_list import WorkList
 
-FEW_ROWS = 256  # with fewer rows, a program takes only one, so that the device is filled
-MANY_AT_ONCE = 16  # rows of a program otherwise
+# (pieces of a row, parts that are loaded at a time) by number of rows; a program has a piece of one row
+SIZES = {64: (4, 16), 1024: (2, 8)}
+OF_MANY_ROWS = (1, 4)
 
 
-def combine(
-    parts: Tensor, softmax: Tensor, batch: AttentionBatch, work: WorkList, heads: int, *, out: Tensor, pads: bool
-) -> None:
-    """Write the rows of out [T, H, rank] whose softmax is divided into several parts.
-
-    parts [groups, programs, 2, rows, rank] are unnormalized sums; softmax [..., 2] has the top score (base 2) and the
-    sum of weights; each group of `heads` heads has its own. Part 1 belongs to the item that began in the program's
-    share, part 0 to the item that began in an earlier one. With `pads`, tokens of slot -1 get zeros.
-    """
-    groups, _, _, rows, rank = parts.shape
-    few = work.max_items * rows * groups <= FEW_ROWS
-    block_rows, pieces = (1, 4) if few else (MANY_AT_ONCE, 1)
-    _combine[(work.max_items, rows // block_rows, groups * pieces)](
-        parts,
-        softmax,
-        out,
+def combine(results: PartialResults, batch: AttentionBatch, work: WorkList) -> None:
+    """Write the rows of `results.attended` that have several parts, and zeros for tokens of slot -1."""
+    num_tokens, num_heads, rank = results.attended.shape
+    rows = num_tokens * num_heads
+    pieces, at_once = next((size for most, size in SIZES.items() if rows <= most), OF_MANY_ROWS)
+    _combine[(num_tokens, num_heads, pieces)](
+        results.attended,
+        results.lse,
         work.items,
-        work.starts,
+        work.token_items,
         batch.slots,
-        out.shape[0],
-        work.max_items,
+        rows,
         work.num_programs,
-        out.shape[1],
-        ROWS=rows,
-        HEADS=heads,
+        num_heads,
+        ROWS=work.tiles.rows,
+        HEADS=work.tiles.heads,
         RANK=rank,
-        BLOCK_ROWS=block_rows,
         PIECES=pieces,
-        PARTS=32 if few else 1,
-        PADS=pads,
-        num_warps=4 if few else 8,
+        PARTS=at_once,
+        num_warps=1,  # sums over parts stay in its registers
         **launch_options(),
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_items", "num_programs"])
+@triton.jit(do_not_specialize=["num_rows", "num_programs"])
 def _combine(
-    parts_ptr,
-    softmax_ptr,
-    out_ptr,
+    results_ptr,
+    lse_ptr,
     items_ptr,
-    starts_ptr,
+    token_items_ptr,
     slots_ptr,
-    num_tokens,
-    max_items,
+    num_rows,
     num_programs,
     num_heads,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     PIECES: tl.constexpr,
     PARTS: tl.constexpr,
-    PADS: tl.constexpr,
 ):
     SIZE: tl.constexpr = RANK // PIECES
-    item, group = tl.program_id(0), tl.program_id(2) // PIECES
-    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    dims = tl.program_id(2) % PIECES * SIZE + tl.arange(0, SIZE)
-    query, head = row // HEADS, group * HEADS + row % HEADS
-    wait_for_previous()
     let_next_start()
-    if PADS:  # there are items for all tokens, padding included
-        token = item * (ROWS // HEADS) + query
-        is_token = (token < num_tokens) & (head < num_heads)
-        slot = tl.load(slots_ptr + token, mask=is_token, other=0)
-        target = (token.to(tl.int64) * num_heads + head) * RANK
-        is_padding = (is_token & (slot < 0))[:, None]
-        tl.store(out_ptr + target[:, None] + dims[None, :], tl.zeros((BLOCK_ROWS, SIZE), tl.float32), mask=is_padding)
-
-    start = tl.load(starts_ptr + item)
-    end = tl.load(starts_ptr + item + 1)
-    num_tiles = tl.load(starts_ptr + max_items)
-    first_token = tl.load(items_ptr + ITEM_WORDS * item + FIRST_TOKEN)
-    num_queries = tl.load(items_ptr + ITEM_WORDS * item + NUM_QUERIES)
-    if end > start:
-        first, last = programs_of(start, end, num_tiles, num_programs)
-        if last > first:
-            highest = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
-            weight = tl.zeros((BLOCK_ROWS,), tl.float32)
-            total = tl.zeros((BLOCK_ROWS, SIZE), tl.float32)
-            for base in range(first, last + 1, PARTS):
-                program = base + tl.arange(0, PARTS)
-                exists = (program <= last)[:, None]
-                begins = (program == first).to(tl.int64)
-                part = ((group * num_programs + program) * 2 + begins)[:, None] * ROWS + row[None, :]
-                peaks = tl.load(softmax_ptr + 2 * part, mask=exists, other=float("-inf"))
-                weights = tl.load(softmax_ptr + 2 * part + 1, mask=exists, other=0.0)
-                address = parts_ptr + (part * RANK)[:, :, None] + dims[None, None, :]
-                sums = tl.load(address, mask=exists[:, :, None], other=0.0)
-                total, weight, highest = merge_parts(total, weight, highest, sums, weights, peaks)
-            is_query = ((query < num_queries) & (head < num_heads))[:, None]
-            target = ((first_token + query).to(tl.int64) * num_heads + head) * RANK
-            tl.store(out_ptr + target[:, None] + dims[None, :], total / weight[:, None], mask=is_query)
+    token, head = tl.program_id(0), tl.program_id(1)
+    row = token.to(tl.int64) * num_heads + head
+    dims = tl.program_id(2) * SIZE + tl.arange(0, SIZE)
+    is_real = tl.load(slots_ptr + token) >= 0
+    num_parts, first, second = parts_of(token, head, is_real, items_ptr, token_items_ptr, num_programs, ROWS, HEADS)
+    wait_for_previous()
+    if num_parts != 1:
+        top, weight = tl.full((), LOWEST, tl.float32), tl.full((), 0.0, tl.float32)
+        total = tl.zeros((SIZE,), tl.float32)
+        for base in range(0, num_parts, PARTS):
+            index = base + tl.arange(0, PARTS)
+            part_row, lse = part_at(index, lse_ptr, num_parts, row, num_rows, first, second, ROWS)
+            exists = index < num_parts
+            place = results_ptr + part_row[:, None] * RANK + dims[None, :]
+            part = tl.load(place, mask=exists[:, None], other=0.0).to(tl.float32)
+            total, weight, top = merge_parts(total, weight, top, part, exists.to(tl.float32), lse)
+        tl.store(results_ptr + row * RANK + dims, total / tl.where(weight == 0, 1.0, weight))

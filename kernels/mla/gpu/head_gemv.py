@@ -1,4 +1,4 @@
-"""Products with the matrices between latents and heads, for a few tokens (GEMV): bound by reading the matrices.
+"""Products of a few tokens with one matrix a head (GEMV): bound by reading the matrices.
 
 A program loads its piece of one head's matrix into registers before the previous kernel has ended, and multiplies one
 token after another.
@@ -6,38 +6,17 @@ token after another.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-from ..up_projection import UpProjection
-
-MOST_TOKENS = 8  # with more, a matrix product is faster
+MOST_TOKENS = 2  # with more, a matrix product is faster
 ELEMENTS = 8192  # elements of a matrix in one program
 
 
-def absorb(up: UpProjection, q: Tensor) -> Tensor:
-    """Compute `UpProjection.absorb`."""
-    if q.shape[0] > MOST_TOKENS:
-        return up.absorb(q)
-    keys = up.by_head[:, : up.nope_dim]
-    out = torch.empty((*q.shape[:2], up.rank), dtype=q.dtype, device=q.device)
-    _multiply_heads(q, keys.transpose(1, 2), out)
-    return out
-
-
-def values(up: UpProjection, attended: Tensor, out: Tensor) -> None:
-    """Compute `UpProjection.values`."""
-    if attended.shape[0] > MOST_TOKENS:
-        up.values(attended, out)
-    else:
-        _multiply_heads(attended, up.by_head[:, up.nope_dim :], out)
-
-
-def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
+def multiply_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
     """Compute out [T, H, N] = x [T, H, K] matrices [H, N, K]^T for each head; `matrices` may be strided."""
     num_tokens, num_heads, depth = x.shape
     columns = out.shape[2]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from baton.kernels.mla.gpu import absorbed, absorbed_hopper, dense, latent_cache
+from baton.kernels.mla import gpu
+from baton.kernels.mla.gpu import absorbed, absorbed_narrow, absorbed_wide, dense, latent_cache
 
-from ...helpers.aot import Compiled, compile_for_h200
+from ...helpers.aot import Compiled, compile_for_h200, compile_launches
+from .mla_cases import DEEPSEEK_V2_LITE, latent_step
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.exhaustive
 
 SIZES = {"RANK": 512, "ROPE": 64, "PAGE": 16}
 NUMBERS = dict.fromkeys(("items_ptr", "starts_ptr", "shares_ptr", "tables_ptr", "key_start_ptr"), "*i32") | {
-    "parts_ptr": "*fp32",
-    "softmax_ptr": "*fp32",
+    "lse_ptr": "*fp32",
     "scale": "fp32",
 }
 
@@ -82,47 +86,78 @@ def test_long_prompts_run_on_warp_groups_with_tiles_fetched_by_the_copy_engine(n
     assert "cp.async.bulk.tensor" in compiled.ptx
 
 
+def attend(queries: int, num_seqs: int) -> None:
+    step = latent_step(
+        [queries] * num_seqs, [40] * num_seqs, torch.device("cpu"), shape=DEEPSEEK_V2_LITE, dtype=torch.bfloat16
+    )
+    with mock.patch("baton.kernels.mla.gpu.work_list.multiprocessors", return_value=132):  # as an H200 has
+        step.attend(gpu.prepare, gpu.mla_attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("queries", "num_seqs", "products"),
+    [
+        (1, 2, ["_multiply_to_latents", "_combine", "_multiply"]),
+        (1, 64, ["_multiply_to_latents", "_multiply_to_values"]),
+        (4, 64, ["_multiply_to_latents", "_multiply_to_values"]),
+        (4, 3, ["_multiply_to_latents", "_combine", "_multiply_to_values"]),
+        (1, 300, ["_combine"]),
+    ],
+)
+def test_all_kernels_of_a_step_compile(queries: int, num_seqs: int, products: list[str]) -> None:
+    launched = compile_launches(attend, queries, num_seqs)
+    assert [name for name in launched if name not in ("plan_work_kernel", "latent_attention_kernel")] == products
+
+
 BOXES = "swizzle_byte_width=128, element_bitwidth=16, rank={}, transposed=False, fp4_padded=False, cga_layout=[]"
 
 
-def boxes(*shape: int) -> str:
+def boxes(*shape: object) -> str:
     """Return the type of a tensor descriptor with boxes of this shape, for TMA in Gluon."""
     return f"tensordesc<bf16[{','.join(map(str, shape))}],NVMMASharedLayout({BOXES.format(len(shape))})>"
 
 
 HOPPER_SIGNATURE = {
-    "out": "*bf16",
-    **dict.fromkeys(("sums", "softmax"), "*fp32"),
-    **dict.fromkeys(("arrivals", "items", "starts", "shares", "block_tables"), "*i32"),
-    "slots": "*i64",
+    "results": "*bf16",
+    "lse": "*fp32",
+    **dict.fromkeys(("items", "starts", "shares", "block_tables"), "*i32"),
     "scale": "fp32",
-    **dict.fromkeys(("layer", "num_layers", "num_heads", "num_padded_tokens", "max_items", "num_decodes"), "i32"),
+    **dict.fromkeys(("layer", "num_layers", "num_heads", "num_whole_rows"), "i32"),
     "table_stride": "i32:16",
     "pages": boxes(16, 64),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize(("rows", "max_spill_bytes"), [(16, 0), (32, 208)])
+@pytest.mark.parametrize(("heads", "max_spill_bytes"), [(16, 0), (32, 208)])
 def test_on_hopper_the_copy_engine_fetches_and_a_program_leaves_registers_to_others(
-    rows: int, max_spill_bytes: int, apart: bool
+    heads: int, max_spill_bytes: int
 ) -> None:
-    compiled = compiled_for_hopper(1, rows, apart, absorbed_hopper.REGISTERS, max_spill_bytes)
+    constexprs = {"QUERIES": 1, "HEADS": heads, "RANK": 512, "PAGE": 16}
+    compiled = compiled_for_hopper(absorbed_narrow, constexprs, max_spill_bytes)
     assert compiled.registers * 256 <= 0.6 * 65536
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("queries", "heads"), [(4, 16), (1, 64)])
-def test_on_hopper_two_warp_groups_hold_the_sums_of_several_queries(queries: int, heads: int) -> None:
-    compiled_for_hopper(queries, heads, True, absorbed_hopper.WIDE_REGISTERS, 128)  # spills happen once per item
+@pytest.mark.parametrize(("queries", "heads"), [(4, 16), (8, 8), (1, 64)])
+def test_on_hopper_two_warp_groups_take_turns_with_the_tiles_of_several_queries(queries: int, heads: int) -> None:
+    constexprs = {"QUERIES": queries, "HEADS": heads, "RANK": 512, "PAGE": 16}
+    compiled = compiled_for_hopper(absorbed_wide, constexprs, 256)  # spills happen once per item
+    waits = re.findall(r"wgmma.wait_group.sync.aligned\s+(\d)", compiled.ptx)
+    assert "1" in waits, "a group's scores run beside the sums of the other group's tile"
 
 
-def compiled_for_hopper(queries: int, heads: int, apart: bool, registers: int, max_spill_bytes: int) -> Compiled:
-    constexprs = {"QUERIES": queries, "HEADS": heads, "RANK": 512, "PAGE": 16, "APART": apart}
-    types = HOPPER_SIGNATURE | dict.fromkeys(("q_latents", "q_ropes"), boxes(queries, heads, 64))
-    options = {"num_warps": 8 if queries * heads > 32 else 4, "maxnreg": registers, "max_spill_bytes": max_spill_bytes}
-    compiled = compile_for_h200(absorbed_hopper.attend_share, types, constexprs, **options)
+def compiled_for_hopper(kernel: ModuleType, constexprs: dict[str, object], max_spill_bytes: int) -> Compiled:
+    query_boxes = dict.fromkeys(("q_latents", "q_ropes"), boxes(constexprs["QUERIES"], constexprs["HEADS"], 64))
+    compiled = compile_for_h200(
+        kernel.attend_share,
+        HOPPER_SIGNATURE | query_boxes,
+        constexprs,
+        num_warps=4,
+        maxnreg=kernel.REGISTERS,
+        max_spill_bytes=max_spill_bytes,
+    )
     assert compiled.wgmma
     assert "cp.async.bulk.tensor.2d" in compiled.ptx
     assert "setmaxnreg" in compiled.ptx

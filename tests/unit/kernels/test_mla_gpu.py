@@ -11,7 +11,9 @@ import torch
 
 from baton.kernels.mla import gpu
 from baton.kernels.mla.gpu import absorbed, expanded
-from baton.kernels.mla.gpu.work_list import WorkTiles, plan_work
+from baton.kernels.mla.gpu.combine import combine
+from baton.kernels.mla.gpu.partial_results import PartialResults
+from baton.kernels.mla.gpu.work_list import FIRST_PROGRAM, LAST_PROGRAM, NUM_CACHED, WorkList, WorkTiles, plan_work
 
 from .kernel_checks import untouched_memory
 from .mla_cases import LAYER, SCALE, SMALL, Shape, latent_step, padded
@@ -69,6 +71,29 @@ def test_products_of_heads_for_any_number_of_tokens(num_tokens: int, triton_devi
 
 
 @pytest.mark.slow
+def test_products_to_values_merge_any_number_of_parts(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of many sequences is so long that it has more parts than are loaded at a time."""
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: 26)
+    monkeypatch.setattr("baton.kernels.mla.gpu.head_products.combine", None)
+    step = latent_step([1] * 9, [300, *range(3, 11)], triton_device)
+    batch = prepare(step.batch, num_heads=4, head_dim=step.q.shape[2])
+    assert max(len(programs) for programs in programs_by_item(batch.prepared.absorbed)) > 4
+    step.check(gpu.mla_attention(step.q, step.kv, LAYER, batch, step.up, scale=SCALE))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_padding_is_zero_where_parts_have_a_kernel_of_their_own(num_tokens: int, triton_device: torch.device) -> None:
+    step = padded(latent_step([1] * num_tokens, [40] * num_tokens, triton_device), 1)
+    result = step.attend(prepare, gpu.mla_attention)
+    step.check(result)
+    assert not result[-1].any()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads", [1, 3, 70])
 def test_any_number_of_heads(num_heads: int, triton_device: torch.device) -> None:
     step = latent_step([1, 3], [40, 20], triton_device, shape=dataclasses.replace(SMALL, num_heads=num_heads))
@@ -94,7 +119,7 @@ def test_heads_may_lie_further_apart_than_32_bits_count(triton_device: torch.dev
     """As in the projected queries of tens of thousands of tokens, which are stored head by head."""
     step = latent_step([1, 1], [70, 20], triton_device, shape=dataclasses.replace(SMALL, num_heads=3))
     batch = gpu.prepare(step.batch, num_heads=3, head_dim=step.q.shape[2])
-    (part,) = batch.prepared.absorbed
+    work = batch.prepared.absorbed
     near = step.up.absorb(step.q[..., : SMALL.nope]).half()
     apart, half = 1 << 30, 1 << 31
     size = half + 2 * apart + near[0].numel()
@@ -102,12 +127,13 @@ def test_heads_may_lie_further_apart_than_32_bits_count(triton_device: torch.dev
     far = memory.as_strided(near.shape, (SMALL.rank, apart, 1), half)  # an offset that wraps finds zeros before it
     far.copy_(near)
     kv, q_rope = step.kv.half(), step.q[..., SMALL.nope :].half()
-    results = [near.new_empty(near.shape) for _ in range(2)]
-    for q_latent, out in zip((near, far), results, strict=True):
-        absorbed.latent_attention(
-            q_latent, q_rope, kv, LAYER, batch, part.work, part.tiles, scale=SCALE, out=out, pads=True
-        )
-    assert torch.equal(*results)
+    attended = []
+    for q_latent in (near, far):
+        results = PartialResults.empty(q_latent, work)
+        absorbed.latent_attention(q_latent, q_rope, kv, LAYER, batch, work, scale=SCALE, results=results)
+        combine(results, batch, work)
+        attended.append(results.attended)
+    assert torch.equal(*attended)
 
 
 @pytest.mark.slow
@@ -121,50 +147,121 @@ def test_queries_may_be_a_view_into_a_fused_projection(triton_device: torch.devi
 # ---- the plan of work -----------------------------------------------------------------------------------------------
 
 
-def items_of(query_lens: Sequence[int], seq_lens: Sequence[int], singles: bool, queries: int) -> list[list[int]]:
-    """Return [first token, number of tokens, keys of the first token, table row] of every item, from the host."""
+def items_of(query_lens: Sequence[int], seq_lens: Sequence[int], queries: int, num_decodes: int) -> list[list[int]]:
+    """Return [first token, number of tokens, keys of the first token, cached keys, table row] of every item."""
     first_tokens = itertools.accumulate(query_lens, initial=0)
     return [
-        [token + query, min(queries, length - query), seq_len - length + query + 1, seq]
+        [
+            token + query,
+            min(queries, length - query),
+            seq_len - length + query + 1,
+            seq_len - length if seq < num_decodes else 0,
+            seq,
+        ]
         for seq, (token, length, seq_len) in enumerate(zip(first_tokens, query_lens, seq_lens, strict=False))
-        if (length == 1) == singles
         for query in range(0, length, queries)
     ]
 
 
+def plan(
+    query_lens: Sequence[int], seq_lens: Sequence[int], device: torch.device, *, queries: int = 4, drafted: bool = False
+) -> WorkList:
+    batch = dataclasses.replace(latent_step(query_lens, seq_lens, device).batch, drafted=drafted)
+    tiles = WorkTiles(16, 16 // queries, 16)
+    return plan_work(batch, len(query_lens), sum(query_lens), tiles, 16 // queries, singles=max(query_lens) == 1)
+
+
+def programs_by_item(work: WorkList) -> list[set[int]]:
+    """Return the programs with a tile of each item that has any, from the shares."""
+    begins, starts = work.shares[:, 0].tolist(), work.starts.tolist()
+    return [
+        {
+            program
+            for program, (begin, end) in enumerate(itertools.pairwise(begins))
+            if max(begin, item_begin) < min(end, item_end)
+        }
+        for item_begin, item_end in itertools.pairwise(starts)
+        if item_begin < item_end
+    ]
+
+
+def check_plan(work: WorkList) -> list[int]:
+    """Check that every tile is in one share, and that items and shares agree. Return the sizes of the shares."""
+    begins, owners = work.shares.T.tolist()
+    sizes = [end - begin for begin, end in itertools.pairwise(begins)]
+    assert begins[0] == 0
+    assert begins[-1] == work.starts[-1]
+    assert min(sizes) >= 0
+    average = -(-sum(sizes) // len(sizes))
+    assert max(sizes) <= average + average // 8 + 1
+    for begin, size, owner in zip(begins, sizes, owners, strict=False):
+        first = next(item for item in range(owner, work.max_items) if work.starts[item + 1] > begin) if size else 0
+        assert not size or work.starts[first] <= begin
+    items = work.items[work.starts.diff() > 0].tolist()
+    spans = [set(range(item[FIRST_PROGRAM.value], item[LAST_PROGRAM.value] + 1)) for item in items]
+    assert [span & {program for program, size in enumerate(sizes) if size} for span in spans] == programs_by_item(work)
+    assert [min(span) for span in spans] == [min(programs) for programs in programs_by_item(work)]
+    return sizes
+
+
+UNEVEN = ([1 + 5 * index % 8 for index in range(300)], [1 + 5 * index % 8 + index for index in range(300)])
+
+
 @pytest.mark.parametrize("singles", [False, True])
-@pytest.mark.parametrize("num_programs", [6, 300])
-def test_every_tile_is_in_one_share_and_shares_differ_by_one_at_most(
+@pytest.mark.parametrize("num_programs", [1, 6, 70, 300, 3000])
+def test_every_tile_of_every_item_is_in_one_share(
     singles: bool, num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
-    generator = torch.Generator().manual_seed(0)
-    query_lens = torch.randint(1, 9, (300,), generator=generator).tolist()
-    seq_lens = [length + extra for length, extra in zip(query_lens, range(300), strict=True)]
-    batch = latent_step(query_lens, seq_lens, triton_device).batch
-    tiles = WorkTiles(16, 16 if singles else 4, 16)
-    work = plan_work(batch, 300, tiles, 4, singles=singles)
-    expected = items_of(query_lens, seq_lens, singles, tiles.queries)
-    counts = work.starts.diff().tolist()
-    assert [item for item, count in zip(work.items.tolist(), counts, strict=True) if count] == expected
-    assert [count for count in counts if count] == [-(-(keys + tokens - 1) // 16) for _, tokens, keys, _ in expected]
-    begins, owners = work.shares.T.tolist()
-    sizes = [end - begin for begin, end in itertools.pairwise(begins)]
-    assert sum(sizes) == work.starts[-1]
-    assert max(sizes) - min(size for size in sizes if size) <= 1
-    for begin, size, item in zip(begins, sizes, owners, strict=False):
-        assert not size or work.starts[item] <= begin < work.starts[item + 1]
+    query_lens, seq_lens = ([1] * 300 if singles else UNEVEN[0]), UNEVEN[1]
+    work = plan(query_lens, seq_lens, triton_device, queries=1 if singles else 4)
+    check_plan(work)
+    expected = items_of(query_lens, seq_lens, 1 if singles else 4, 300 if singles else 1)
+    counts = work.starts.diff()
+    assert [item[: NUM_CACHED.value + 2] for item in work.items[counts > 0].tolist()] == expected
+    assert counts[counts > 0].tolist() == [-(-(keys + tokens - 1) // 16) for _, tokens, keys, *_ in expected]
+    numbers = [item for item, count in enumerate(counts) if count]
+    tokens = [tokens for _, tokens, *_ in expected]
+    assert work.token_items.tolist() == [item for item, n in zip(numbers, tokens, strict=True) for _ in range(n)]
 
 
-@pytest.mark.usefixtures("poisoned_outputs")
-@pytest.mark.parametrize("num_programs", [6, 3000])
-def test_counters_of_arrivals_start_at_zero_for_every_group_of_heads(
-    num_programs: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_with_drafts_only_the_tokens_of_the_step_are_not_cached(triton_device: torch.device) -> None:
+    work = plan([3, 1, 4], [40, 20, 7], triton_device, drafted=True)
+    assert work.items[work.starts.diff() > 0, NUM_CACHED.value].tolist() == [37, 19, 3]
+
+
+@pytest.mark.parametrize("seq_lens", [[512] * 8, [500, 64, 300, 128, 40, 512], [4000]], ids=str)
+def test_few_items_are_cut_so_that_no_program_has_two_pieces(
+    seq_lens: list[int], triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: num_programs)
-    batch = latent_step([1, 1], [40, 20], triton_device).batch
-    work = plan_work(batch, 2, WorkTiles(16, 16, 16), num_heads=33, singles=True)
-    assert work.arrivals.tolist() == [[0] * (num_programs // 3)] * 3
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: 17)
+    work = plan([1] * len(seq_lens), seq_lens, triton_device, queries=1)
+    check_plan(work)
+    programs = [program for item in programs_by_item(work) for program in item]
+    assert len(programs) == len(set(programs))
+
+
+def test_many_items_of_like_lengths_stay_whole(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: 13)
+    work = plan([1] * 25, [250] * 25, triton_device, queries=1)
+    assert max(check_plan(work)) == 32
+    assert all(len(programs) == 1 for programs in programs_by_item(work))
+
+
+def test_items_are_cut_evenly_where_whole_ones_would_keep_programs_waiting(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.kernels.mla.gpu.work_list.multiprocessors", lambda device: 16)
+    sizes = check_plan(plan([1] * 17, [512] * 17, triton_device, queries=1))
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.filterwarnings("error")  # a division by zero
+def test_a_step_of_padding_alone_gives_no_program_a_tile(triton_device: torch.device) -> None:
+    step = padded(latent_step([1], [5], triton_device), 3)
+    step.batch.seq_lens.zero_()
+    work = plan_work(step.batch, 4, 4, WorkTiles(16, 16, 16), 4, singles=True)
+    assert not work.shares[:, 0].any()
 
 
 # ---- expanded -------------------------------------------------------------------------------------------------------

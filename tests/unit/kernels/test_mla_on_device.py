@@ -37,8 +37,8 @@ def test_bfloat16_on_the_device(lengths: str, num_heads: int) -> None:
     step.check(step.attend(gpu.prepare, gpu.mla_attention))
 
 
-FEW = [5000, 1, 700]  # a separate kernel adds up the parts
-MANY = LENGTHS["decodes"][1]  # the program that finishes last adds up the parts
+FEW = [5000, 1, 700]
+MANY = LENGTHS["decodes"][1]
 UNEVEN = random.Random(1).choices(range(1, 1000), k=150)
 
 
@@ -77,15 +77,14 @@ def test_programs_go_on_to_the_next_item_after_any_number_of_tiles(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("num_heads", [5, 16, 40, 128])
 @pytest.mark.parametrize("seq_lens", [FEW, MANY, UNEVEN], ids=["few", "many", "uneven"])
-def test_repeated_calls_with_one_plan_give_the_same_bits(seq_lens: list[int], num_heads: int) -> None:
-    step = on_hopper([1] * len(seq_lens), seq_lens, num_heads)
+def test_repeated_calls_with_one_plan_give_the_same_bits(seq_lens: list[int], num_heads: int, queries: int) -> None:
+    step = on_hopper([min(queries, length) for length in seq_lens], seq_lens, num_heads)
     batch = gpu.prepare(step.batch, num_heads=num_heads, head_dim=step.q.shape[2])
     results = [gpu.mla_attention(step.q, step.kv, LAYER, batch, step.up, scale=SCALE) for _ in range(20)]
     assert all(torch.equal(result, results[0]) for result in results)
-    (part,) = batch.prepared.absorbed
-    assert not part.work.arrivals.any()
 
 
 def tokens_of(step: LatentStep) -> Write:
@@ -112,10 +111,12 @@ def check_step_by_step(tokens: Write) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("count", [8, 64])
-def test_the_newest_latent_counts_though_it_is_written_right_before(count: int) -> None:
+def test_the_newest_latents_count_though_they_are_written_right_before(count: int, queries: int) -> None:
     """Kernels fetch pages before earlier kernels have ended, except the pages that those write."""
-    check_step_by_step(tokens_of(on_hopper([1] * count, [200 + 3 * index for index in range(count)])))
+    step = on_hopper([queries] * count, [200 + 3 * index for index in range(count)])
+    check_step_by_step(tokens_of(dataclasses.replace(step, batch=dataclasses.replace(step.batch, drafted=True))))
 
 
 @pytest.mark.gpu
