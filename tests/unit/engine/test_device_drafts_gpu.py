@@ -133,9 +133,11 @@ def test_answers_are_those_without_and_guesses_are_those_of_a_cpu(
             apart = [d for a, b in zip(found, expected[name], strict=False) for d in differences(a, b)]
             off = [sum(difference > bound for difference in apart) / len(apart) for bound in (ROUNDING, NEAR_TIE)]
             print(f"{drafter}, {name}: {len(apart)} tokens are the same, {off} of their logprobs are not")
-            assert len(apart) > 0.4 * sum(len(answer.token_ids) for answer in found), "some part at a near tie"
-            if "mtp" in drafter:
-                assert off[1] <= MISROUTED, "these are mixtures"
+            is_mixture = "mtp" in drafter
+            if not is_mixture or len(found) > 1:  # one answer may part soon, where a token reaches another expert
+                assert len(apart) > 0.4 * sum(len(answer.token_ids) for answer in found), "some part at a near tie"
+            if is_mixture:
+                assert off[1] <= MISROUTED
             else:
                 assert off[0] <= 0.05
                 assert off[1] == 0
