@@ -139,8 +139,7 @@ def warm_up_collectives(model: Layer, groups: ParallelGroups, dtype: torch.dtype
 def eager_shapes(limits: StepLimits, largest_captured: int) -> Iterator[StepShape]:
     """Yield sizes that are not captured: the largest, which takes most memory, then each half of the one before.
 
-    Each is one decode and one chunk. The largest comes twice: with as many keys as kernels expand latents for, and with
-    more.
+    Each is one decode and one chunk, and comes twice: with as many keys as kernels expand latents for, and with more.
     """
     largest = limits.max_num_batched_tokens
     if largest <= max(largest_captured, 2):
@@ -156,6 +155,7 @@ def eager_shapes(limits: StepLimits, largest_captured: int) -> Iterator[StepShap
     tokens = largest // 2
     while tokens > max(largest_captured, 2):
         yield chunk(tokens, tokens)
+        yield chunk(tokens, None)
         tokens //= 2
 
 

@@ -286,7 +286,7 @@ def test_sizes_that_are_run_before_ready_reach_from_the_captured_ones_to_the_lar
     assert [shape.num_tokens for shape in shapes] == [64, 64]
     assert {shape.num_kv_tokens is None for shape in shapes} == {True, False}
     everything = list(eager_shapes(LIMITS, largest_captured=0))
-    assert [shape.num_tokens for shape in everything] == [64, 64, 32, 16, 8, 4]
+    assert [shape.num_tokens for shape in everything] == [64, 64, 32, 32, 16, 16, 8, 8, 4, 4]
     padding_steps(runner, everything)
     assert bool(torch.isnan(runner.arenas[0]).all()), "padding wrote into a block"
 
