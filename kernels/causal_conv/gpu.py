@@ -1,9 +1,9 @@
 """The causal convolution in Triton. A program computes some channels of a chunk of tokens, or of a decode.
 
-It reads each input once; the last three stay in its registers, for any width. The program of a sequence's first chunk
-reads the old tail, and also writes the new one, although that is made of the sequence's last inputs: both are often in
-the same slot, and so may be the first checkpoint. Other chunks find all of their inputs among the step's tokens, since
-no checkpoint makes a chunk shorter than a tail (`state_batch.LEAST_CUT`).
+It reads each input once, while it computes the ones before; the last three stay in its registers, for any width. The
+program of a sequence's first chunk reads the old tail, and also writes the new one, although that is made of the
+sequence's last inputs: both are often in the same slot, and so may be the first checkpoint. Other chunks find all of
+their inputs among the step's tokens, since no checkpoint makes a chunk shorter than a tail (`state_batch.LEAST_CUT`).
 """
 
 from __future__ import annotations
@@ -121,12 +121,10 @@ def convolve_chunk_kernel(
     if count == 0:
         return
     before1, before2, before3 = _before(inputs, x_stride, tail, source, start, channel, WIDTH, NUM_CHANNELS)
+    ahead = _rows(inputs, x_stride, start, 0, count, channel, NUM_CHANNELS, ROWS)
     for at in range(0, count, ROWS):
-        row = inputs + (start + at).to(tl.int64) * x_stride + channel
-        values = ()
-        for index in tl.static_range(ROWS):
-            known = _where(at + index < count, channel, NUM_CHANNELS)
-            values = values + (tl.load(row + index * x_stride, mask=known, other=0.0),)
+        values = ahead
+        ahead = _rows(inputs, x_stride, start, at + ROWS, count, channel, NUM_CHANNELS, ROWS)
         cells = results + (start + at).to(tl.int64) * out_stride + channel
         for index in tl.static_range(ROWS):
             value = values[index].to(tl.float32)
@@ -148,6 +146,17 @@ def convolve_chunk_kernel(
             _store_tail(state + source * state_stride, kept, channel, WIDTH, NUM_CHANNELS)
         if target >= 0:
             _store_tail(state + target * state_stride, last, channel, WIDTH, NUM_CHANNELS)
+
+
+@triton.jit
+def _rows(inputs, x_stride, start, at, count, channel, NUM_CHANNELS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the inputs [CHANNELS] of ROWS tokens of a chunk from `at` on; 0 behind its end."""
+    row = inputs + (start + at).to(tl.int64) * x_stride + channel
+    values = ()
+    for index in tl.static_range(ROWS):
+        known = _where(at + index < count, channel, NUM_CHANNELS)
+        values = values + (tl.load(row + index * x_stride, mask=known, other=0.0),)
+    return values
 
 
 @triton.jit

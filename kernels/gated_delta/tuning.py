@@ -26,6 +26,10 @@ INTRAS: list[Options] = [
     {"HEADS": heads, "SOLVE": solve, "num_warps": warps, "num_stages": 1}
     for heads, solve, warps in itertools.product((1, 2), (8, 16), (4, 8))
 ]
+INTRAS_PER_DIM: list[Options] = [
+    {"DIMS": dims, "SOLVE": solve, "num_warps": warps, "num_stages": 1}
+    for dims, solve, warps in itertools.product((32, 64), (8, 16), (4, 8))
+]
 SCANS: list[Options] = [
     {"VALUES": values, "num_warps": warps, "num_stages": stages}
     for (values, warps), stages in itertools.product(((32, 4), (64, 4), (64, 8), (128, 8)), (2, 3))
@@ -40,6 +44,7 @@ def problems(device: torch.device) -> Iterator[Problem]:
         for num_seqs, length in PREFILLS:
             tokens = num_seqs * length
             intras = [options for options in INTRAS if shape.group % options["HEADS"] == 0]
+            intras = INTRAS_PER_DIM if shape.per_dim else intras
             yield _problem(model, [length] * num_seqs, intra_key(shape, tokens), "intra", intras, device)
             yield _problem(model, [length] * num_seqs, scan_key(shape, num_seqs, tokens), "scan", SCANS, device)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -24,11 +23,14 @@ STEPS: list[Options] = [
     )
 ]
 SCANS: list[Options] = [
-    {"HEADS": heads, "VALUES": values, "num_warps": warps, "num_stages": stages}
-    for (heads, values, warps), stages in itertools.product(
-        ((1, 64, 4), (1, 64, 8), (2, 64, 8), (1, 32, 4), (2, 32, 4)), (2, 3)
+    {"VALUES": values, "SEGMENTS": segments, "num_warps": warps, "num_stages": stages}
+    for values, segments, warps, stages in (
+        *((64, 1, 4, 1), (64, 1, 4, 2), (64, 1, 4, 3), (64, 1, 8, 2), (32, 1, 4, 2), (32, 1, 4, 3)),
+        *((64, 2, 4, 2), (64, 4, 4, 2), (64, 8, 4, 2), (64, 16, 4, 2)),
+        *((64, 2, 4, 3), (64, 4, 4, 3), (64, 8, 4, 3), (64, 16, 4, 3)),
     )
 ]
+MOST_DIVIDED = 1024  # heads of all sequences: more of them fill every device without segments
 
 
 def problems(device: torch.device) -> Iterator[Problem]:
@@ -38,7 +40,9 @@ def problems(device: torch.device) -> Iterator[Problem]:
             yield _problem(model, [1] * num_seqs, step_key(shape, num_seqs), "step", STEPS, device)
         for num_seqs, length in PREFILLS:
             key = scan_key(shape, num_seqs, num_seqs * length)
-            yield _problem(model, [length] * num_seqs, key, "scan", SCANS, device)
+            is_divided = model.num_heads * num_seqs <= MOST_DIVIDED
+            scans = [options for options in SCANS if is_divided or options["SEGMENTS"] == 1]
+            yield _problem(model, [length] * num_seqs, key, "scan", scans, device)
 
 
 def _problem(

@@ -38,11 +38,25 @@ class Compiled:
     shared_bytes: int
     registers: int  # per thread
     spill_bytes: int  # per thread: stack for the values that did not fit into registers
+    wgmma_waits: int  # waits for matrix products in the machine code
 
     @property
     def wgmma(self) -> bool:
         """Return whether matrix products run on Hopper's warp-group instructions."""
         return "wgmma.mma_async" in self.ptx
+
+    @property
+    def waits_for_each_product(self) -> bool:
+        """Return whether the assembler waits behind each of several instructions that add up to one product.
+
+        It does so where other code reads or writes a product's registers while the product may be under way.
+        """
+        return self.wgmma and self.wgmma_waits >= self.ptx.count("wgmma.mma_async")
+
+    @property
+    def loads_ahead(self) -> int:
+        """Return the most groups of asynchronous copies that are still under way when a loop waits for its tiles."""
+        return max((int(pending) for pending in re.findall(r"async_wait .*?num = (\d+)", self.ttgir)), default=0)
 
     @property
     def widest_load_bytes(self) -> int:
@@ -184,18 +198,21 @@ def _compile_here(
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, types, constexprs, attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    registers, spill_bytes = _registers_and_spills(binary.asm["cubin"])
-    return Compiled(binary.asm["ptx"], binary.asm["ttgir"], binary.metadata.shared, registers, spill_bytes)
+    report = _disassembled(binary.asm["cubin"])
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert usage, report
+    registers, spill_bytes = int(usage[1]), int(usage[2])
+    waits = report.count("WARPGROUP.DEPBAR")
+    return Compiled(binary.asm["ptx"], binary.asm["ttgir"], binary.metadata.shared, registers, spill_bytes, waits)
 
 
-def _registers_and_spills(machine_code: bytes) -> tuple[int, int]:
+def _disassembled(machine_code: bytes) -> str:
+    """Return the instructions and the use of registers."""
     import triton
 
     reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(machine_code)
         file.flush()
-        report = subprocess.run([reader, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    assert usage, report
-    return int(usage[1]), int(usage[2])
+        command = [reader, "-res-usage", "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -147,14 +147,12 @@ def _chunks(
         factors = q.new_empty((num_chunks, heads, key_dim), dtype=torch.float32)
         intra_chunk_per_dim[(heads, num_chunks)](
             *inputs,
-            *(mixing, attention, squares.view(torch.float32), reads, queries, writes, factors),
+            *(mixing, attention, reads, queries, writes, factors),
             *strides,
             scale,
             norm_eps or 0.0,
-            DIMS=min(CHUNK, shape.padded_key_dim),
-            LEVELS=CHUNK.bit_length() - 1,
             **sizes,
-            **{name: value for name, value in intra.items() if name != "HEADS"},
+            **intra,
             **launch,
         )
         keys = queries, reads, writes

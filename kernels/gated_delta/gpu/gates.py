@@ -19,7 +19,7 @@ def log2_decay(decay, rate, bias):
     value = decay.to(tl.float32) * LOG2_E
     if rate is not None:
         x = value + bias * LOG2_E
-        value = -rate * (tl.maximum(x, 0.0) + _log2_of_1_plus(exp2_to_1(-tl.abs(x))))
+        value = -rate * (tl.maximum(x, 0.0) + _log2_of_1_plus(exp2_approximate(-tl.abs(x))))
     return value
 
 
@@ -46,8 +46,8 @@ def _log2_up_to_2(x):
 
 
 @triton.jit
-def exp2_to_1(x):
-    """Return 2 ** x for x of at most 0, and 0 where that is no normal number: `tl.exp2` keeps denormal ones."""
+def exp2_approximate(x):
+    """Return 2 ** x, and 0 where that is no normal number: `tl.exp2` keeps denormal ones."""
     if pdl.SUPPORTED:
         result = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

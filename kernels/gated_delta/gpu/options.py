@@ -12,6 +12,7 @@ from baton.kernels.tuned import Options
 
 STEP: Options = {"VALUES": 32, "LANES": 0, "num_warps": 2}  # without LANES: `step_tokens`, which the interpreter runs
 INTRA: Options = {"HEADS": 1, "SOLVE": 16, "num_warps": 4, "num_stages": 1}
+INTRA_PER_DIM: Options = {"DIMS": 64, "SOLVE": 16, "num_warps": 4, "num_stages": 1}
 SCAN: Options = {"VALUES": 32, "num_warps": 4, "num_stages": 2}
 WIDE_SCAN: Options = {"VALUES": 128, "num_warps": 8, "num_stages": 2}  # if one program per head fills the device
 
@@ -57,7 +58,8 @@ def step_options(shape: Shape, num_seqs: int, device: torch.device) -> Options:
 
 
 def intra_options(shape: Shape, num_tokens: int, device: torch.device) -> Options:
-    return tuned.config("gated_delta", device, intra_key(shape, num_tokens), INTRA)
+    default = {**INTRA_PER_DIM, "DIMS": min(INTRA_PER_DIM["DIMS"], shape.padded_key_dim)} if shape.per_dim else INTRA
+    return tuned.config("gated_delta", device, intra_key(shape, num_tokens), default)
 
 
 def scan_options(shape: Shape, num_seqs: int, num_tokens: int, device: torch.device) -> Options:

@@ -2,7 +2,8 @@
 
     decodes     `step`: one kernel, which reads and writes each state once
     others      `time_steps`: dt, and its sums over each chunk, for all chunks in parallel;
-                then `scan`: the states from chunk to chunk, with outputs and checkpoints
+                then `scan`: the states from chunk to chunk, with outputs and checkpoints; in segments of sequences,
+                whose states `sum_segments` computes before, if heads and sequences are few
 
 `time_steps` passes two float32 per token and head to `scan`. Only requested states (targets and checkpoints) are
 written.
@@ -22,7 +23,7 @@ from baton.kernels.tuned import Options
 
 from ..time_steps import SSDDrafts, TimeSteps
 from .options import SUMS, SSDShape, scan_options, step_options
-from .scan import scan_chunks
+from .scan import scan_chunks, sum_segments
 from .step import step_tokens
 from .time_steps import FACTORS, sum_time_steps
 
@@ -104,18 +105,35 @@ class _Operands:
             **SUMS,
             **pdl.launch_options(),
         )
-        grid = (cdiv(shape.head_dim, options["VALUES"]), shape.num_heads // options["HEADS"], batch.most_prefills)
-        scan_chunks[grid](
+        segments, parts = options["SEGMENTS"], cdiv(shape.head_dim, options["VALUES"])
+        precision = "tf32x3" if self.x.dtype == torch.float32 else "tf32"
+        starts, totals = None, None
+        if segments > 1:
+            places = (batch.most_prefills, shape.num_heads, segments)
+            starts = self.state.new_empty((*places, shape.head_dim, shape.state_dim))
+            totals = self.state.new_empty(places)
+            sum_segments[(parts, shape.num_heads, batch.most_prefills * (segments - 1))](
+                *(self.x, self.b, factors, self.state),
+                *(batch.sources, batch.chunk_start, batch.checkpoints, batch.seq_chunks),
+                *(starts, totals, batch.least_decodes),
+                *(self.x.stride(0), self.b.stride(0), self.state.stride(0)),
+                **self._sizes,
+                CHUNK=CHUNK,
+                PRECISION=precision,
+                **options,
+                **pdl.launch_options(),
+            )
+        scan_chunks[(parts, shape.num_heads, batch.most_prefills * segments)](
             *(self.x, self.b, self.c),
             *(factors, self.skip, self.state),
             *(batch.sources, batch.targets, batch.chunk_start, batch.checkpoints, batch.seq_chunks),
             self.out,
-            batch.least_decodes,
+            *(batch.least_decodes, starts, totals),
             *(self.x.stride(0), self.b.stride(0), self.c.stride(0)),
             *(self.state.stride(0), self.out.stride(0)),
             **self._sizes,
             CHUNK=CHUNK,
-            PRECISION="tf32x3" if self.x.dtype == torch.float32 else "tf32",
+            PRECISION=precision,
             **options,
             **pdl.launch_options(),
         )

@@ -11,7 +11,7 @@ from baton.kernels.tuned import Options
 
 STEP: Options = {"VALUES": 32, "num_warps": 4}
 SUMS: Options = {"HEADS": 16, "num_warps": 4}
-SCAN: Options = {"HEADS": 1, "VALUES": 64, "num_warps": 4, "num_stages": 2}
+SCAN: Options = {"VALUES": 64, "SEGMENTS": 1, "num_warps": 4, "num_stages": 2}
 WIDE_STATE = 256  # dimensions of a state for which a program of 4 warps has too few registers for 64 rows
 
 
@@ -37,8 +37,7 @@ def step_key(shape: SSDShape, num_seqs: int) -> tuned.Key:
 def scan_key(shape: SSDShape, num_seqs: int, num_tokens: int) -> tuned.Key:
     """Return the key for a step's prompts: how many scans run in parallel, and how long they are."""
     heads, tokens = shape.num_heads * num_seqs, num_tokens // max(1, num_seqs)
-    pairs = "even" if shape.group % 2 == 0 else "odd"  # with an even number, a program may take two heads of a group
-    return {"kernel": "scan", **shape.words, "group": pairs, "heads": heads, "tokens_per_seq": tokens}
+    return {"kernel": "scan", **shape.words, "heads": heads, "tokens_per_seq": tokens}
 
 
 def step_options(shape: SSDShape, num_seqs: int, device: torch.device) -> Options:

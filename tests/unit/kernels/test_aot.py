@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ...helpers.aot import compile_for_h200
+from .looping_kernel import add_products
 from .spilling_kernel import hold_everything
 
 triton = pytest.importorskip("triton")
@@ -40,6 +41,15 @@ def test_a_kernel_that_spills_is_refused_unless_that_much_is_allowed() -> None:
 def test_a_kernel_that_needs_too_much_shared_memory_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"product needs \d+ bytes of shared memory"):
         compile_for_h200(product, {**PRODUCT, "a": "*fp32", "b": "*fp32"}, {"SIZE": 256}, max_spill_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("stores", [False, True])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_branch_that_reads_a_sum_of_products_makes_the_loop_wait_for_each(stages: int, stores: bool) -> None:
+    types = {"a": "*bf16", "b": "*bf16", "flags": "*i32", "out": "*fp32", "count": "i32"}
+    compiled = compile_for_h200(add_products, types, {"SIZE": 64, "STORES": stores}, num_warps=4, num_stages=stages)
+    assert compiled.waits_for_each_product == stores
+    assert (compiled.loads_ahead > 0) == (stages > 2)
 
 
 def test_arguments_that_are_left_out_or_unknown_are_named() -> None:

@@ -29,13 +29,10 @@ NEMOTRON = Sizes(128, 8, 64, 128)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("poisoned_outputs")
-@pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_ragged_sequences_with_states_and_checkpoints(
-    dtype: torch.dtype, heads: int, triton_device: torch.device
-) -> None:
+def test_ragged_sequences_with_states_and_checkpoints(dtype: torch.dtype, triton_device: torch.device) -> None:
     step = ssd_step(RAGGED, triton_device, dtype=dtype, fresh=[1, 5], checkpoints=CHECKPOINTS)
-    step.check(gpu.ssd, scan={**SCAN, "HEADS": heads, "VALUES": 32, "num_stages": 1})
+    step.check(gpu.ssd, scan={**SCAN, "VALUES": 32, "num_stages": 1})
 
 
 @pytest.mark.parametrize(
@@ -101,11 +98,24 @@ def test_bias_and_skip_may_be_left_out(triton_device: torch.device) -> None:
     ssd_step([1, 70], triton_device, with_bias=False, with_skip=False).check(gpu.ssd)
 
 
-@pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("values", [16, 32])
-def test_options_change_nothing_but_the_time(heads: int, values: int, triton_device: torch.device) -> None:
-    options = {"scan": {**SCAN, "HEADS": heads, "VALUES": values}, "step": {**STEP, "VALUES": values // 2}}
+def test_options_change_nothing_but_the_time(values: int, triton_device: torch.device) -> None:
+    options = {"scan": {**SCAN, "VALUES": values}, "step": {**STEP, "VALUES": values // 2}}
     ssd_step([1, 100], triton_device).check(gpu.ssd, **options)
+
+
+@pytest.mark.parametrize("segments", [2, 3, 8])
+def test_a_sequence_may_be_divided_into_segments(segments: int, triton_device: torch.device) -> None:
+    """Also one of fewer chunks than segments, and with checkpoints that a segment begins or ends with."""
+    checkpoints = [(1, 64), (3, 100), (3, 300)]
+    step = ssd_step([1, 200, 65, 400], triton_device, fresh=[2], checkpoints=checkpoints)
+    step.check(gpu.ssd, scan={**SCAN, "VALUES": 16, "SEGMENTS": segments})
+
+
+def test_a_segment_may_overwrite_the_state_that_was_read(triton_device: torch.device) -> None:
+    checkpoints = [(0, 8), (1, 64), (2, 100), (2, 200)]
+    step = ssd_step([65, 130, 270], triton_device, checkpoints=checkpoints, in_place=False, keeps_in_source=True)
+    step.check(gpu.ssd, scan={**SCAN, "VALUES": 32, "SEGMENTS": 3})
 
 
 def test_a_prompt_may_be_cut_anywhere(triton_device: torch.device) -> None:
@@ -170,7 +180,7 @@ def test_inputs_may_be_views_of_one_tensor(triton_device: torch.device) -> None:
 
 TYPES = {
     **dict.fromkeys(("x", "b", "c", "raw", "out"), "*bf16"),
-    **dict.fromkeys(("log_rate", "bias", "skip", "factors", "state"), "*fp32"),
+    **dict.fromkeys(("log_rate", "bias", "skip", "factors", "state", "starts", "totals"), "*fp32"),
     **dict.fromkeys(("query_start", "sources", "targets", "num_decodes"), "*i32"),
     **dict.fromkeys(("chunk_start", "checkpoints", "seq_chunks"), "*i32"),
     **dict.fromkeys(("x_stride", "b_stride", "c_stride", "raw_stride", "state_stride", "out_stride"), "i32:16"),
@@ -192,35 +202,40 @@ def compiled(
     names = set(kernel.arg_names)  # type: ignore[attr-defined]
     launch = {name: value for name, value in options.items() if name.startswith("num_")}
     of_drafts = {"NUM_PLACES": num_places} | ({} if num_places else dict.fromkeys(DRAFTS))
-    words = {name: value for name, value in (SIZES | of_drafts | options | constants).items() if name in names}
+    of_segments = {} if options.get("SEGMENTS", 1) > 1 else dict.fromkeys(("starts", "totals"))
+    given = SIZES | of_drafts | of_segments | options | constants
+    words = {name: value for name, value in given.items() if name in names}
     types = {name: kind for name, kind in (TYPES | DRAFTS).items() if name in names and name not in words}
     return compile_for_h200(kernel, types, words, max_spill_bytes=max_spill_bytes, **launch)
 
 
 @pytest.mark.parametrize(
-    ("heads", "warps", "stages", "max_spill_bytes"),
-    [
-        (1, 4, 2, 0),
-        (1, 4, 3, 0),
-        (1, 8, 2, 0),
-        (2, 8, 2, 160),
-        (2, 8, 3, 160),
-    ],  # with two heads addresses and masks spill, not states
+    ("segments", "warps", "stages", "max_spill_bytes"),
+    [(1, 4, 2, 160), (1, 4, 3, 160), (1, 8, 3, 64), (4, 4, 3, 160)],  # addresses and masks spill, not states
 )
 def test_the_scan_runs_on_tensor_cores_and_loads_ahead(
-    heads: int, warps: int, stages: int, max_spill_bytes: int
+    segments: int, warps: int, stages: int, max_spill_bytes: int
 ) -> None:
-    options = {"HEADS": heads, "VALUES": 64, "num_warps": warps, "num_stages": stages}
+    options = {"VALUES": 64, "SEGMENTS": segments, "num_warps": warps, "num_stages": stages}
     made = compiled(scan.scan_chunks, options, max_spill_bytes=max_spill_bytes)
     assert made.wgmma
+    assert not made.waits_for_each_product
     assert "mma.sync" not in made.ptx
     assert "cp.async.cg.shared.global" in made.ptx
+    assert (made.loads_ahead > 0) == (stages > 2)
     assert "griddepcontrol.wait" in made.ptx
+
+
+def test_states_before_segments_are_summed_on_tensor_cores() -> None:
+    options = {"VALUES": 64, "SEGMENTS": 4, "num_warps": 4, "num_stages": 3}
+    made = compiled(scan.sum_segments, options)
+    assert made.wgmma
+    assert made.loads_ahead > 0
 
 
 def test_wide_states_run_on_tensor_cores() -> None:
     # Addresses and masks spill, which are the same for every chunk. The state stays in registers.
-    made = compiled(scan.scan_chunks, {**SCAN, "num_warps": 8}, max_spill_bytes=320, STATE_DIM=256)
+    made = compiled(scan.scan_chunks, {**SCAN, "num_warps": 8}, max_spill_bytes=400, STATE_DIM=256)
     assert made.wgmma
     assert "mma.sync" not in made.ptx
 
@@ -251,8 +266,8 @@ def test_time_steps_are_summed_up_without_a_stack() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_outputs")
-@pytest.mark.parametrize(("heads", "warps", "stages"), [(1, 4, 2), (1, 8, 3), (2, 8, 2)])
-def test_bfloat16_on_the_device(heads: int, warps: int, stages: int) -> None:
+@pytest.mark.parametrize(("segments", "warps", "stages"), [(1, 4, 2), (1, 8, 3), (4, 4, 3)])
+def test_bfloat16_on_the_device(segments: int, warps: int, stages: int) -> None:
     step = ssd_step(
         [*RAGGED, 700],
         torch.device("cuda"),
@@ -261,7 +276,8 @@ def test_bfloat16_on_the_device(heads: int, warps: int, stages: int) -> None:
         fresh=[1, 5],
         checkpoints=[*CHECKPOINTS, (7, 512)],
     )
-    step.check(gpu.ssd, scan={"HEADS": heads, "VALUES": 64, "num_warps": warps, "num_stages": stages})
+    options = {"VALUES": 64, "SEGMENTS": segments, "num_warps": warps, "num_stages": stages}
+    step.check(gpu.ssd, scan=options)
 
 
 @pytest.mark.gpu
