@@ -12,7 +12,7 @@ from baton.kernels.tuned import Options
 
 STEP: Options = {"VALUES": 32, "LANES": 0, "num_warps": 2}  # without LANES: `step_tokens`, which the interpreter runs
 INTRA: Options = {"HEADS": 1, "SOLVE": 16, "num_warps": 4, "num_stages": 1}
-INTRA_PER_DIM: Options = {"DIMS": 64, "SOLVE": 16, "num_warps": 4, "num_stages": 1}
+INTRA_PER_DIM: Options = {"DIMS": 32, "SOLVE": 16, "num_warps": 4, "num_stages": 1}
 SCAN: Options = {"VALUES": 32, "num_warps": 4, "num_stages": 2}
 WIDE_SCAN: Options = {"VALUES": 128, "num_warps": 8, "num_stages": 2}  # if one program per head fills the device
 
