@@ -89,6 +89,11 @@ class Drafting:
         """The number of guesses whose keys and values a step may write behind its own tokens."""
         return self.most if self._on_device else 0
 
+    def start(self, request: Request) -> None:
+        """Note that a request has come. If its client expects an answer, drafts are tried soon."""
+        if self._lengths is not None and request.message.prediction_token_ids:
+            self._lengths.try_soon()
+
     def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> bool:
         """Return whether any of `num_decodes` requests may have drafts in the next step, beside tokens of prompts."""
         if self._lengths is None:

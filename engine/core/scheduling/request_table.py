@@ -87,6 +87,8 @@ class RequestTable(Mapping[str, Request]):
             return
         self._by_id[request.request_id] = request
         self.deadlines.add(request)
+        if self._drafting is not None:
+            self._drafting.start(request)
         if request.is_constrained:
             self._constraints.open(request)
         else:

@@ -11,7 +11,8 @@ chance q and adds t seconds, raises that rate if
   t come from measured steps (`step_cost`).
 
 Nothing is learnt about drafts that are not tried. So a request without drafts gets one now and then, less often each
-time that it was wrong; so does the whole batch while the threshold is 1. An account bounds what this may cost:
+time that it was wrong; so does the whole batch while the threshold is 1, and soon when a request comes with a
+prediction. An account bounds what this may cost:
 
     each step      + `ALLOWANCE` of its time
     with drafts    - its time beyond that of steps without drafts for as many tokens
@@ -137,6 +138,13 @@ class DraftLengths:
         self._threshold = 0.0
         self._is_measured = True
         return 1
+
+    def try_soon(self) -> None:
+        """Let the next try be soon, as for a batch that had drafts lately: its drafts may be better than those before.
+
+        The account bounds the cost of tries as ever.
+        """
+        self._pause = _FIRST_PAUSE
 
     def _may_try(self, num_requests: int, plain_s: float, step: int) -> bool:
         """Return whether the last drafts were long before `step`, and the account can pay for one of each request."""

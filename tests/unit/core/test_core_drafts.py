@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from baton.engine.core.messages import FinishReason
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import StructuredOutputsParams
 from baton.engine.core.scheduling import running_requests
+from baton.engine.core.speculation.drafter import Drafter
+from baton.engine.core.speculation.length import DraftLengths
 from baton.engine.core.speculation.stats import NO_DRAFTS
 from baton.engine.core.step import Chunk, StepPlan
 
+from . import core_harness
 from .core_grammars import FakeGrammars
 from .core_harness import VOCAB_SIZE, Harness, config, request
 from .core_machine import EngineMachine
@@ -310,3 +314,17 @@ def test_drafts_are_left_out_where_the_length_leaves_no_room_for_them() -> None:
     engine.add(request("a", 10, max_tokens=2, seed=1))
     engine.run_to_the_end()
     assert not any(chunk.num_drafts for plan in engine.runner.plans for chunk in plan.chunks)
+
+
+def test_drafts_are_tried_soon_after_a_request_with_a_prediction_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    def adapting(drafter: Drafter, most: int, *, adapts: bool, edits_on_host: bool) -> Drafting:
+        return Drafting(drafter, most, edits_on_host=edits_on_host)
+
+    calls: list[DraftLengths] = []
+    monkeypatch.setattr(core_harness, "Drafting", adapting)
+    monkeypatch.setattr(DraftLengths, "try_soon", lambda lengths: calls.append(lengths))
+    engine = Harness(config(), num_drafts=3)
+    engine.add(request("a", 5, max_tokens=3))
+    assert not calls
+    engine.add(request("b", 6, max_tokens=3, prediction_token_ids=[7, 8]))
+    assert len(calls) == 1

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.core.speculation import length
-from baton.engine.core.speculation.length import MOST_IN_A_ROW, Acceptance, DraftLengths, chances
+from baton.engine.core.speculation.length import ALLOWANCE, MOST_IN_A_ROW, Acceptance, DraftLengths, chances
 from baton.engine.core.speculation.step_cost import StepCost
 
 from .draft_simulation import Device, compute_bound, memory_bound, simulate
@@ -153,6 +153,21 @@ def test_what_is_never_accepted_is_tried_ever_more_seldom_and_comes_back_when_it
     assert sum(given[100:]) <= 12
     assert sum(given[500:]) >= 1
     assert sum(run(policy, accepted=1.0, steps=300)[-100:]) > 350
+
+
+def test_a_new_reason_to_hope_brings_the_next_try_forward_and_costs_no_more() -> None:
+    hopeless = {"accepted": 0.0, "added_s": 0.01}
+    policy = ready()
+    run(policy, steps=1500, **hopeless)
+    given = run(policy, steps=200, **hopeless)
+    assert sum(given[:30]) == 0, "the next try is far away"
+    policy.try_soon()
+    assert 1 <= sum(run(policy, steps=10, **hopeless)) <= 2
+    given = []
+    for _ in range(200):
+        policy.try_soon()
+        given += run(policy, steps=5, **hopeless)
+    assert 0 < sum(given) <= 1 + 2 * ALLOWANCE * len(given), "the account bounds what tries cost"
 
 
 def test_a_request_that_misses_a_step_for_its_drafts_has_them_where_more_than_one_is_accepted() -> None:
