@@ -89,8 +89,8 @@ class Engine:
             stats = self.llm.engine.core.stats().speculation
             return (stats.num_drafts, stats.num_accepted_tokens) if stats is not None else (0, 0)
         found = {metric.name: getattr(metric, "value", 0) for metric in self.llm.get_metrics()}
-        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-        return tuple(found.get(name, 0) for name in names)  # type: ignore[return-value]
+        prefix = "vllm:spec_decode_num"
+        return found.get(f"{prefix}_drafts", 0), found.get(f"{prefix}_accepted_tokens", 0)
 
 
 def standard_work(engine: Engine) -> dict[str, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 
-from baton.kernels.mla import MAX_EXPANDED_TOKENS
+from baton.kernels.mla import MAX_EXPANDED_TOKENS, MOST_TILED_TOKENS
 
 from ..core.layout import BLOCK_SIZE
 from ..core.sampling import MAX_LOGPROBS, SamplingParams
@@ -139,7 +139,8 @@ def warm_up_collectives(model: Layer, groups: ParallelGroups, dtype: torch.dtype
 def eager_shapes(limits: StepLimits, largest_captured: int) -> Iterator[StepShape]:
     """Yield sizes that are not captured: the largest, which takes most memory, then each half of the one before.
 
-    Each is one decode and one chunk, and comes twice: with as many keys as kernels expand latents for, and with more.
+    Each is one decode and one chunk. The largest comes twice, with as many keys as kernels expand latents for and with
+    more, and so do those for which kernels of absorbed latents are chosen by the number of tokens.
     """
     largest = limits.max_num_batched_tokens
     if largest <= max(largest_captured, 2):
@@ -155,7 +156,8 @@ def eager_shapes(limits: StepLimits, largest_captured: int) -> Iterator[StepShap
     tokens = largest // 2
     while tokens > max(largest_captured, 2):
         yield chunk(tokens, tokens)
-        yield chunk(tokens, None)
+        if tokens <= MOST_TILED_TOKENS:
+            yield chunk(tokens, None)
         tokens //= 2
 
 

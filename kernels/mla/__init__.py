@@ -12,9 +12,17 @@ from torch import Tensor
 from baton.kernels.attention_batch import AttentionBatch
 
 from . import cpu, reference
-from .up_projection import MAX_EXPANDED_TOKENS, UpProjection
+from .up_projection import MAX_EXPANDED_TOKENS, MOST_TILED_TOKENS, UpProjection
 
-__all__ = ["MAX_EXPANDED_TOKENS", "AttentionBatch", "UpProjection", "latent_and_cache", "mla_attention", "prepare"]
+__all__ = [
+    "MAX_EXPANDED_TOKENS",
+    "MOST_TILED_TOKENS",
+    "AttentionBatch",
+    "UpProjection",
+    "latent_and_cache",
+    "mla_attention",
+    "prepare",
+]
 
 
 def prepare(batch: AttentionBatch, *, num_heads: int, head_dim: int) -> AttentionBatch:

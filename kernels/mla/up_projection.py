@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MOST_TILED_TOKENS = 256  # absorbed tokens of a step for which a GPU's kernels are chosen by their number
 MAX_EXPANDED_TOKENS = 1 << 16  # most keys of one step that are expanded: half a GiB with 16 heads
 
 

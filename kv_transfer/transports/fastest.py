@@ -33,7 +33,8 @@ from .common import make_scratch
 from .cuda_ipc import CudaIpcTransport
 from .nixl import NixlTransport
 from .range_copies import ALIGNMENT, GpuCopies
-from .staged import BounceBuffers, StagedTransport
+from .staged import StagedTransport
+from .staged_buffers import BounceBuffers
 from .ucx import UcxTransport
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@
 For GPU memory that no direct lane reaches at speed: over TCP, UCX moves it at a fraction of the link's rate, and host
 memory at all of it. A read is cut into parts that fit into a bounce buffer. Several are under way at once, so the
 copies on both sides and the network are busy at the same time. The two sides are in `staged_reads.py` and
-`staged_holder.py`, their messages in `staged_messages.py`. Each advances when it is polled: the reader in `poll` and
-`peer_state`, the holder in `progress`.
+`staged_holder.py`, their buffers and messages in `staged_buffers.py` and `staged_messages.py`. Each advances when it is
+polled: the reader in `poll` and `peer_state`, the holder in `progress`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -24,19 +24,17 @@ from msgspec import Meta
 
 from .. import codec
 from ..errors import MalformedMessage, TransportError
-from ..host_memory import HostMemory, HostSlots
 from ..lease_clock import lease_now
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, RangeTable, ReadHandle, ReadState
 from .common import PROBE_BYTES, Scratch, check_ranges
 from .range_copies import ALIGNMENT, RangeCopies
+from .staged_buffers import BounceBuffers
 from .staged_holder import StagedHolder
 from .staged_messages import Close, Filled, HostNetwork, Refused, decode
 from .staged_reads import Remote, StagedRead, StagedReads
 
 logger = logging.getLogger(__name__)
 
-BOUNCE_BYTES = 4 << 20  # 3 ms at 10 Gbit/s
-NUM_BUFFERS = 8  # for our own reads, and as many for those of peers
 WARM_BYTES = 64  # a small read connects both ends ...
 PROBE_BUFFERS = 4  # ... and one of so many buffers measures the rate
 CONNECT_S = 2.0  # a peer that has not been measured by then is not read in this way
@@ -51,34 +49,6 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 _decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metadata of a staged peer")
-
-
-class BounceBuffers(NamedTuple):
-    """Host memory as a `Memory` for the network: buffers for peers' reads first, then those for our own."""
-
-    memory: HostMemory
-    of_peers: HostSlots
-    own: HostSlots
-
-    @property
-    def address(self) -> int:
-        return self.memory.address
-
-    @property
-    def num_bytes(self) -> int:
-        return self.memory.num_bytes
-
-    @property
-    def device(self) -> str:
-        return "cpu"
-
-    @classmethod
-    def allocate(cls, device: str, buffer_bytes: int = BOUNCE_BYTES, num_buffers: int = NUM_BUFFERS) -> BounceBuffers:
-        """Allocate memory, pinned if `device` is a GPU. Raises `TransportError`."""
-        memory = HostMemory(2 * num_buffers, buffer_bytes, device)
-        half = num_buffers * buffer_bytes
-        of_peers, own = (HostSlots(memory.address + at, num_buffers, buffer_bytes, memory) for at in (0, half))
-        return cls(memory, of_peers, own)
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,10 +85,10 @@ class StagedTransport:
         self._network = network
         self._copies = (to_host, from_host)
         self._scratch = scratch
-        self._buffer_bytes = buffers.own.slot_bytes
+        self._buffer_bytes = buffers.buffer_bytes
         self._clock = clock
-        self._holder = StagedHolder(region, network, buffers.of_peers, 0, to_host, clock)
-        self._staged = StagedReads(network, buffers.own, buffers.own.address - buffers.address, from_host, clock)
+        self._holder = StagedHolder(region, network, buffers.of_peers(), to_host, clock)
+        self._staged = StagedReads(network, buffers.own(), from_host, clock)
         self._metadata = codec.encode(_Metadata(region.num_bytes, self._buffer_bytes, network.metadata()))
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}

@@ -17,10 +17,10 @@ import numpy as np
 
 from .. import codec
 from ..errors import MalformedMessage, TransportError
-from ..host_memory import HostSlots
 from . import Memory, RangeTable
 from .common import check_ranges
 from .range_copies import RangeCopies
+from .staged_buffers import BufferPool, starts_in_buffer
 from .staged_messages import (
     SILENCE_S,
     Close,
@@ -52,24 +52,21 @@ class _Copying(NamedTuple):
 
 
 class StagedHolder:
-    """Fills buffers for readers. `buffers` lie at `offset` in the memory that `network` has registered."""
+    """Fills buffers for readers. `network` has registered them."""
 
     def __init__(
         self,
         memory: Memory,
         network: HostNetwork,
-        buffers: HostSlots,
-        offset: int,
+        buffers: BufferPool,
         copies: RangeCopies,
         clock: Callable[[], float],
     ) -> None:
         self._memory = memory
         self._network = network
         self._buffers = buffers
-        self._offset = offset
         self._copies = copies
         self._clock = clock
-        self._free = list(range(buffers.num_slots))
         self._heard_at: dict[str, float] = {}  # the readers, and when each sent its last message
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._copying: list[_Copying] = []
@@ -99,13 +96,13 @@ class StagedHolder:
         now = self._clock()
         for reader in [name for name, heard_at in self._heard_at.items() if now - heard_at >= SILENCE_S]:
             self._forget(reader)
-        while self._waiting and self._free:
+        while self._waiting and self._buffers.num_free:
             self._fill(self._waiting.popleft())
 
     @property
     def num_free(self) -> int:
         """The number of free buffers."""
-        return len(self._free)
+        return self._buffers.num_free
 
     def _open(self, reader: str, message: Open) -> None:
         if reader in self._heard_at:
@@ -126,24 +123,23 @@ class StagedHolder:
         asked = decode_ranges(message.ranges)
         ranges = np.insert(asked, 1, 0, axis=1)
         try:
-            check_ranges(ranges, self._buffers.slot_bytes, self._memory.num_bytes, "this engine")
+            check_ranges(ranges, self._buffers.buffer_bytes, self._memory.num_bytes, "this engine")
         except TransportError as error:
             self._answer(reader, Refused(message.number, str(error)))
             return
-        if int(ranges[:, 2].sum()) > self._buffers.slot_bytes:
-            self._answer(reader, Refused(message.number, f"a buffer has {self._buffers.slot_bytes} bytes"))
+        if int(ranges[:, 2].sum()) > self._buffers.buffer_bytes:
+            self._answer(reader, Refused(message.number, f"a buffer has {self._buffers.buffer_bytes} bytes"))
             return
         self._waiting.append(_Waiting((reader, message.number), ranges))
 
     def _fill(self, waiting: _Waiting) -> None:
-        buffer = self._free.pop()
-        target = self._buffers.address + buffer * self._buffers.slot_bytes
-        rows = waiting.ranges + np.array((self._memory.address, target, 0))
-        rows[1:, 1] += np.cumsum(waiting.ranges[:-1, 2])
+        buffer = self._buffers.take()
+        rows = waiting.ranges + np.array((self._memory.address, self._buffers.address(buffer), 0))
+        rows[:, 1] += starts_in_buffer(waiting.ranges[:, 2])
         try:
             copy = self._copies.begin(rows)
         except RuntimeError as error:
-            self._free.append(buffer)
+            self._buffers.give_back(buffer)
             self._answer(waiting.key[0], Refused(waiting.key[1], f"the device refuses a copy: {error}"[:1000]))
             return
         self._copying.append(_Copying(waiting.key, buffer, copy))
@@ -158,15 +154,15 @@ class StagedHolder:
             self._answer(reader, Refused(number, f"a copy failed: {error}"[:1000]))
             return
         if reader not in self._heard_at:
-            self._free.append(copying.buffer)
+            self._buffers.give_back(copying.buffer)
             return
         self._filled[copying.key] = copying.buffer
-        self._answer(reader, Filled(number, self._offset + copying.buffer * self._buffers.slot_bytes))
+        self._answer(reader, Filled(number, self._buffers.offset(copying.buffer)))
 
     def _drop(self, key: _Key) -> None:
         buffer = self._filled.pop(key, None)
         if buffer is not None:
-            self._free.append(buffer)
+            self._buffers.give_back(buffer)
         else:
             self._waiting = collections.deque(each for each in self._waiting if each.key != key)
 
@@ -174,7 +170,7 @@ class StagedHolder:
         del self._heard_at[reader]
         self._waiting = collections.deque(each for each in self._waiting if each.key[0] != reader)
         for key in [key for key in self._filled if key[0] == reader]:
-            self._free.append(self._filled.pop(key))
+            self._buffers.give_back(self._filled.pop(key))
         self._network.part_with(reader)
 
     def _answer(self, reader: str, message: ToReader) -> None:

@@ -22,9 +22,9 @@ import numpy as np
 
 from .. import codec
 from ..errors import TransportError
-from ..host_memory import HostSlots
 from . import ByteRange, PeerHandle, RangeTable, ReadHandle, ReadState
 from .range_copies import RangeCopies
+from .staged_buffers import BufferPool, starts_in_buffer
 from .staged_messages import MAX_RANGES, SILENCE_S, Fill, Filled, Free, HostNetwork, Open, ToReader, encode_ranges
 
 logger = logging.getLogger(__name__)
@@ -75,36 +75,33 @@ class _Part:
 
 
 class StagedReads:
-    """All reads of one engine. `buffers` lie at `offset` in the memory that `network` has registered."""
+    """All reads of one engine. `network` has registered the buffers."""
 
     def __init__(
         self,
         network: HostNetwork,
-        buffers: HostSlots,
-        offset: int,
+        buffers: BufferPool,
         copies: RangeCopies,
         clock: Callable[[], float],
     ) -> None:
         self._network = network
         self._buffers = buffers
-        self._offset = offset
         self._copies = copies
         self._clock = clock
         self._numbers = itertools.count(1)
         self._waiting: collections.deque[_Part] = collections.deque()
         self._parts: dict[int, _Part] = {}  # that have a buffer, by number
-        self._free = list(range(buffers.num_slots))
         self._ended: list[tuple[ReadHandle, int | None]] = []  # reads to be released, and their buffers to be freed
 
     @property
     def num_free(self) -> int:
         """The number of free buffers."""
-        return len(self._free)
+        return self._buffers.num_free
 
     def begin(self, remote: Remote, table: RangeTable) -> StagedRead:
         """Begin to read `table`: rows of offset in the holder's memory, address to copy to, and number of bytes."""
         read = StagedRead(remote)
-        for ranges in _parts(table, min(self._buffers.slot_bytes, remote.buffer_bytes)):
+        for ranges in _parts(table, min(self._buffers.buffer_bytes, remote.buffer_bytes)):
             self._waiting.append(_Part(read, ranges))
             read.num_left += 1
         if not read.num_left:
@@ -121,9 +118,9 @@ class StagedReads:
 
     def _ask(self) -> None:
         """Ask for as many waiting parts as there are free buffers."""
-        while self._waiting and self._free:
+        while self._waiting and self._buffers.num_free:
             part = self._waiting.popleft()
-            part.number, part.buffer, part.asked_at = next(self._numbers), self._free.pop(), self._clock()
+            part.number, part.buffer, part.asked_at = next(self._numbers), self._buffers.take(), self._clock()
             self._parts[part.number] = part
             self._introduce_to(part.read.remote)
             self._send(part.read.remote.name, Fill(part.number, encode_ranges(part.ranges[:, [0, 2]])))
@@ -147,7 +144,7 @@ class StagedReads:
             self._fail(part.read, message.reason)
 
     def _read_buffer(self, part: _Part, offset: int) -> None:
-        buffer = ByteRange(offset, self._offset + part.buffer * self._buffers.slot_bytes, part.num_bytes)
+        buffer = ByteRange(offset, self._buffers.offset(part.buffer), part.num_bytes)
         try:
             part.handle = self._network.read(part.read.remote.network, [buffer])
         except TransportError as error:
@@ -176,7 +173,7 @@ class StagedReads:
             return
         self._ended.append((part.handle, None))
         self._send(part.read.remote.name, Free(part.number))
-        sources = self._buffers.address + part.buffer * self._buffers.slot_bytes + _starts(part.ranges)
+        sources = self._buffers.address(part.buffer) + starts_in_buffer(part.ranges[:, 2])
         try:
             part.handle = self._copies.begin(np.column_stack((sources, part.ranges[:, 1:])))
         except RuntimeError as error:
@@ -227,23 +224,18 @@ class StagedReads:
         if self._network.poll(handle) is ReadState.RUNNING or not self._network.release(handle):
             return False
         if buffer is not None:
-            self._free.append(buffer)
+            self._buffers.give_back(buffer)
         return True
 
     def _drop(self, part: _Part) -> None:
         del self._parts[part.number]
-        self._free.append(part.buffer)
+        self._buffers.give_back(part.buffer)
 
     def _send(self, name: str, message: msgspec.Struct) -> None:
         try:
             self._network.send(name, codec.encode(message))
         except TransportError as error:
             logger.info("%s gets no message: %s", name, error)
-
-
-def _starts(ranges: RangeTable) -> RangeTable:
-    """Return where each range begins in a buffer."""
-    return np.concatenate(([0], np.cumsum(ranges[:-1, 2])))
 
 
 def _parts(table: RangeTable, buffer_bytes: int) -> Iterator[RangeTable]:

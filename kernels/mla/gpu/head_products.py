@@ -1,6 +1,6 @@
 """Products with the matrices between latents and heads, on either side of absorbed attention.
 
-up to 8 tokens      `head_gemv`: bound by reading the matrices
+up to 2 tokens      to values: `head_gemv`, bound by reading the matrices
 up to 256           tiles of tokens x columns, one head each; those to values also merge parts of results
 more                torch's batched product
 """
@@ -17,13 +17,12 @@ from baton.kernels.launch import next_power_of_2
 from baton.kernels.pdl import launch_options, let_next_start, prefetch, wait_for_previous
 from baton.kernels.split_kv import LOWEST
 
-from ..up_projection import UpProjection
+from ..up_projection import MOST_TILED_TOKENS, UpProjection
 from . import head_gemv
 from .combine import combine
 from .partial_results import PartialResults, part_at, parts_of
 from .work_list import WorkList
 
-MOST_TOKENS = 256  # with more, torch's product is as fast
 FEW_PROGRAMS = 3  # with as many programs for an item, or more, a kernel of its own merges parts
 VALUE_TILES = {32: (8, 64, 4), 128: (16, 128, 4), 256: (32, 128, 8)}  # tokens, columns, warps, by number of tokens
 LEAST_COLUMNS = 16  # that a matrix product needs; of tokens, too, in the product to latents
@@ -34,7 +33,7 @@ LINE_BYTES = tl.constexpr(128)
 def absorb(up: UpProjection, q: Tensor) -> Tensor:
     """Compute `UpProjection.absorb`."""
     num_tokens, num_heads, depth = q.shape
-    if num_tokens > MOST_TOKENS:
+    if num_tokens > MOST_TILED_TOKENS:
         return up.absorb(q)
     out = torch.empty((num_tokens, num_heads, up.rank), dtype=q.dtype, device=q.device)
     matrices = up.by_head[:, : up.nope_dim]
@@ -63,7 +62,7 @@ def absorb(up: UpProjection, q: Tensor) -> Tensor:
 def values(up: UpProjection, results: PartialResults, batch: AttentionBatch, work: WorkList, out: Tensor) -> None:
     """Compute `UpProjection.values` of attention's results, and zeros for tokens of slot -1."""
     num_tokens = out.shape[0]
-    has_tiles = head_gemv.MOST_TOKENS < num_tokens <= MOST_TOKENS
+    has_tiles = head_gemv.MOST_TOKENS < num_tokens <= MOST_TILED_TOKENS
     merges = has_tiles and work.num_programs < FEW_PROGRAMS * work.num_items
     if not merges:
         combine(results, batch, work)

@@ -17,7 +17,8 @@ from baton.kv_transfer.transports.common import make_scratch
 from baton.kv_transfer.transports.fastest import open_transport
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.range_copies import HostCopies
-from baton.kv_transfer.transports.staged import NUM_BUFFERS, BounceBuffers, StagedTransport
+from baton.kv_transfer.transports.staged import StagedTransport
+from baton.kv_transfer.transports.staged_buffers import NUM_BUFFERS, BounceBuffers
 
 SIZE = 40 << 20  # more than all buffers of one side
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from baton.kv_transfer import codec
 from baton.kv_transfer.transports import PeerState, RangeTable, ReadState
 from baton.kv_transfer.transports.common import Scratch
-from baton.kv_transfer.transports.staged import CONNECT_S, BounceBuffers, StagedTransport
+from baton.kv_transfer.transports.staged import CONNECT_S, StagedTransport
+from baton.kv_transfer.transports.staged_buffers import BounceBuffers
 from baton.kv_transfer.transports.staged_messages import SILENCE_S, Close, Fill, Open, Refused, decode, encode_ranges
 
 from ...helpers.fake_transport import FakeFabric, FakeHostNetwork, TransportFaults
