@@ -19,7 +19,9 @@ prediction. An account bounds what this may cost:
 
 The account starts with the time of `LOAN_STEPS` steps, which is also its maximum. While it is negative there are no
 drafts. So however wrong the estimates are, speculation makes n steps longer by no more than
-`ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n. After `MOST_IN_A_ROW` steps with drafts there is one without, so
+`ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n. A try waits until the account holds its estimated cost, or
+`_ENOUGH_STEPS`: an estimate above that may come from one step that something else delayed, and only another try can
+correct it. After `MOST_IN_A_ROW` steps with drafts there is one without, so
 that the time of such steps stays known.
 
 If a request misses a step because of its drafts, the account is charged with the token that it missed. Such a request
@@ -42,6 +44,7 @@ from .step_cost import StepCost
 
 ALLOWANCE = 0.015  # share of the time that drafts may cost in vain
 LOAN_STEPS = 3.0
+_ENOUGH_STEPS = 2.0  # on the account, for a try at any cost
 MOST_IN_A_ROW = 64
 _LEAST_CHANCE = 0.06  # drafts with less chance are not worth it, however little they cost
 _MARGIN = 1.1  # because estimates err, and a draft takes the scheduler's time, too
@@ -151,7 +154,7 @@ class DraftLengths:
         if step - self._last_drafts < self._pause or self._account_s is None:
             return False
         cost_s = num_requests * self._cost.added_s(2 * num_requests, plain_s / num_requests)
-        return self._account_s >= cost_s + self._cost.guess_s(num_requests)
+        return self._account_s >= min(cost_s + self._cost.guess_s(num_requests), _ENOUGH_STEPS * plain_s)
 
     def _begin_try(self, step: int) -> None:
         """Note that `step` tries drafts, and double the time until the next try."""

@@ -170,6 +170,17 @@ def test_a_new_reason_to_hope_brings_the_next_try_forward_and_costs_no_more() ->
     assert 0 < sum(given) <= 1 + 2 * ALLOWANCE * len(given), "the account bounds what tries cost"
 
 
+def test_one_delayed_try_does_not_end_all_tries() -> None:
+    policy = ready()
+    count = 0
+    while not count:
+        count = policy.begin_step(1)
+        policy.observe(1 + count, 1.0 if count else 0.01, count, 0)
+    for _ in range(20):
+        policy.observe(1, 0.005)  # so that the account never again holds what the try seemed to cost
+    assert sum(run(policy, accepted=1.0, steps=4000)[-100:]) > 350
+
+
 def test_a_request_that_misses_a_step_for_its_drafts_has_them_where_more_than_one_is_accepted() -> None:
     def drafts(accepted: float, *, sits_out: bool) -> list[int]:
         return run(ready(), accepted=accepted, steps=300, sits_out=sits_out)
