@@ -90,7 +90,8 @@ class RowTables:
     With drafts, a state is that after the first `applied[g][row]` tokens: fewer than are computed if drafts were
     accepted (`kernels.state_batch.Replay`). `guesses[row]`, made by the host or the device, are those of the row's
     tokens from index `first_guess[row]` on. If the device makes guesses, `room[row]` is the number of tokens that the
-    row's blocks hold, and `read[row]` the number of tokens that a draft model has read.
+    row's blocks hold, and `read[row]` the number of tokens that a draft model has read. The host knows that at most
+    `unread[row]` of the computed tokens are not read, and that the request began with `num_known[row]` tokens.
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class RowTables:
         self.step = StepTables(self.tokens.tensor, self.blocks, self.computed.tensor[0], BLOCK_SIZE)
         self._num_rows = limits.max_num_seqs
         self._tells_room = limits.guesses_on_device
+        self.unread = [0] * limits.max_num_seqs
+        self.num_known = [0] * limits.max_num_seqs
         self._num_blocks = [[0] * limits.max_num_seqs for _ in range(num_groups)]  # length of each row's block tables
         self.state_slots = {group: [list[int]() for _ in range(limits.max_num_seqs)] for group in state_groups}
 
@@ -169,8 +172,9 @@ class RowTables:
         add(self.computed.address(0, row), [start.num_computed])
         for number in range(len(self.applied)):
             add(self._applied.address(number, row), [start.num_computed])
+        self.unread[row], self.num_known[row] = 0, prompt_len + len(start.output_token_ids)
         if self._tells_room:
-            add(self.room.address(0, row), [self._room_of(row)])
+            add(self.room.address(0, row), [self.room_of(row)])
             add(self.read.address(0, row), [start.num_computed])
 
     def append_blocks(self, chunks: Sequence[Chunk]) -> None:
@@ -192,11 +196,11 @@ class RowTables:
                     self._writes.add(address, new)
             if self._tells_room:
                 addresses.append(self.room.address(0, chunk.row))
-                blocks.append(self._room_of(chunk.row))
+                blocks.append(self.room_of(chunk.row))
         if addresses:
             self._writes.add_singles(addresses, blocks)
 
-    def _room_of(self, row: int) -> int:
+    def room_of(self, row: int) -> int:
         """Return how many tokens a row's blocks can hold in every group of token blocks."""
         kept = (counts[row] for group, counts in enumerate(self._num_blocks) if group not in self.state_slots)
         return BLOCK_SIZE * min(kept)
@@ -219,8 +223,8 @@ def _table_shapes(
     chunks = most_chunks(seqs, limits.max_num_batched_tokens, checkpoint_tokens)
     by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
     states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
-    on_device = [(1, seqs if limits.guesses_on_device else 0)] * 2
     lines = seqs + limits.guesses_on_device  # steps that guess use the last line for their padding
+    on_device = [(1, seqs), (1, lines)] if limits.guesses_on_device else [(1, 0)] * 2
     drafts = [(lines, limits.max_guesses), (1, lines), (num_state_groups, seqs), *on_device]
     return [*by_row, *[(1, seqs)] * 3, *[(1, seqs + 1)] * 2, *states * num_state_groups, *drafts]
 

@@ -44,6 +44,7 @@ def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | N
         config.num_speculative_tokens,
         edits_on_host=device == "cuda",
         on_device=config.guesses_on_device,
+        guesses_most=device == "cuda",
     )
 
 
@@ -68,16 +69,19 @@ class Drafting:
         adapts: bool = True,
         edits_on_host: bool = False,
         on_device: bool = False,
+        guesses_most: bool = False,
     ) -> None:
         """Create the drafting of an engine, with at most `most` drafts for a request in a step.
 
         With `adapts`, a request gets only as many as are worth their time. `edits_on_host`: the host edits logits by
-        position, so it must know the position when it plans a step. `on_device`: the device makes the guesses.
+        position, so it must know the position when it plans a step. `on_device`: the device makes the guesses, and
+        with `guesses_most` always `most` of them, or none.
         """
         self.most = most
         self.drafter = drafter
         self._edits_on_host = edits_on_host
         self._on_device = on_device
+        self._guesses_most = guesses_most
         self._lengths = DraftLengths(most) if adapts else None
         self._counter = SpeculationCounter(most)
         self._num_told: dict[Request, int] = {}  # how many tokens of each request the drafter knows
@@ -144,6 +148,8 @@ class Drafting:
         num_guesses = self.most if asking else 0
         if self._lengths is not None:
             num_guesses = self._lengths.num_guesses_to_make([request.request_id for request in asking])
+            if num_guesses and self._guesses_most:
+                num_guesses = self.most
         for request in drawn:
             request.num_guesses = num_guesses
         return num_guesses

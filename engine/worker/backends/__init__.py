@@ -4,7 +4,7 @@ cpu.py             computes synchronously; its captured steps are recorded calls
 cuda.py            launches and never waits; its captured steps are CUDA graphs
 cuda_stream.py     the stream, events, pinned memory and graphs of a GPU
 staged_writes.py   changes to the row tables, in a pinned buffer that a GPU reads in place
-guesses.py         guesses at the end of a step, by the model's draft head or by a draft model; for both kinds of device
+guesses/           guesses at the end of a step, by the model's draft head or by a draft model; for both kinds of device
 """
 
 from __future__ import annotations

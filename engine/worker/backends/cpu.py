@@ -34,7 +34,7 @@ from ..outputs import Event
 from ..shapes import Shapes, StepShape
 from ..tables import TableWrites, Values
 from . import DeviceStep, Graph, StepParts
-from .guesses import make_guesser
+from .guesses import HeadGuesser, make_guesser
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class CpuStep:
         self._logits: Tensor | None = None  # of the step's draws, in order
         self._hidden: Tensor | None = None  # of all tokens of the step, for guesses on the device
         self._guesser = make_guesser(parts)
-        self._reads_hidden = self._guesser is not None and self._guesser.reads_hidden
+        self._reads_hidden = isinstance(self._guesser, HeadGuesser)
         self._drawn: NDArray[np.int64] = np.zeros(0, np.int64)  # the tokens drawn from `_logits`
         self._workspace = Workspace()
         self._unrecordable: set[bool] = set()  # True: steps of decodes cannot be recorded; False: mixed steps cannot
@@ -182,12 +182,15 @@ class CpuStep:
         return hidden if inputs.wanted is None else rows_at(hidden, inputs.wanted)
 
     def guess(self, shape: StepShape, num_guesses: int, ranks: RankRows | None = None) -> None:
-        """Have the drafter read the step if it must guess now, or if prompts may be handed over or be prefix hits."""
         batch, guesser = self._parts.current.batch, self._guesser
         assert guesser is not None, "only steps that guess have a guesser"
         if batch.rows:  # else the whole step is padding, and keeps its shape
             shape = batch.exact_shape(batch.size.num_wanted)  # nothing here is recorded, so no padding is needed
-        guesser.read_late(shape, self._hidden, ranks, is_needed=num_guesses > 0 or batch.has_prompts)
+        if isinstance(guesser, HeadGuesser):
+            assert self._hidden is not None, "the step kept them for the head"
+            guesser.read(shape, self._hidden, ranks)
+        elif guesser.due(batch, num_guesses) is not None:
+            guesser.read_exactly(shape.num_seqs)
         if num_guesses:
             guesser.guess(shape.num_seqs, num_guesses, ranks)
 

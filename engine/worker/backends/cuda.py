@@ -39,7 +39,7 @@ from ..shapes import Shapes, StepShape
 from ..tables import TableWrites
 from . import DeviceStep, Graph, StepParts
 from .cuda_stream import Stream
-from .guesses import make_guesser
+from .guesses import HeadGuesser, ModelGuesser, ReadSize, make_guesser
 from .staged_writes import StagedWrites
 
 
@@ -91,6 +91,7 @@ class CudaStep:
         self._has_drafts = False  # in the newest step
         self._guesser = make_guesser(parts)
         self._guess_graphs: dict[int, Callable[[], object]] = {}  # by number of sequences
+        self._read_graphs: dict[ReadSize, Callable[[], object]] = {}
         self._guesses = RowGuesses(parts.tables.guesses.tensor, parts.tables.first_guess.tensor[0])
 
     def known_starts(self, chunks: Sequence[Chunk]) -> list[int] | None:
@@ -111,7 +112,7 @@ class CudaStep:
         parts.model.logits(last, out=logits)
         drawn = sample_rows(logits, tables.sampling.tensor, batch.rows, buffers.seq_lens)
         store_tokens(drawn, tables.step, batch, buffers, parts.outputs.ring)
-        if self._guesser is not None:
+        if isinstance(self._guesser, HeadGuesser) and read is not None:
             self._guesser.read(shape, read, ranks)
         return hidden
 
@@ -120,7 +121,7 @@ class CudaStep:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states of the wanted tokens, or of all, and a draft head's input for all tokens."""
         model = self._parts.model
-        if self._guesser is not None and self._guesser.reads_hidden:
+        if isinstance(self._guesser, HeadGuesser):
             return model.forward_all(inputs.token_ids, inputs.caches, ranks)
         return model.forward(inputs.token_ids, inputs.caches, wanted, ranks), None
 
@@ -138,7 +139,7 @@ class CudaStep:
         drawn = self._drawn[: shape.num_draws]
         drawn.copy_(sample_rows(logits, tables.sampling.tensor, places.rows, places.positions))
         accept_tokens(drawn, tables.step, batch, parts.outputs.ring, shape.max_drafts)
-        if self._guesser is not None:
+        if isinstance(self._guesser, HeadGuesser) and read is not None:
             self._guesser.read(shape, read, ranks)
         return hidden
 
@@ -147,20 +148,41 @@ class CudaStep:
 
         With `ranks`, which have steps of different sizes, nothing is replayed.
         """
-        assert self._guesser is not None, "only steps that guess have a draft head"
+        guesser = self._guesser
+        assert guesser is not None, "only steps that guess have a guesser"
+        if isinstance(guesser, ModelGuesser):
+            self._read_tokens(guesser, shape, num_guesses)
+            ranks = None  # it does not wait for them
         if not num_guesses:
             return
         graph = self._guess_graphs.get(shape.num_seqs) if ranks is None else None
         if graph is None:
-            self._guesser.guess(shape.num_seqs, self._parts.limits.max_drafts, ranks)
+            guesser.guess(shape.num_seqs, self._parts.limits.max_drafts, ranks)
         else:
             graph()
 
+    def _read_tokens(self, guesser: ModelGuesser, shape: StepShape, num_guesses: int) -> None:
+        """Have a draft model read what it must after the step; after one of nothing but padding, that padding."""
+        batch = self._parts.current.batch
+        size = guesser.due(batch, num_guesses) if batch.rows else ReadSize.of(shape)
+        if size is None:
+            return
+        if captured := [known for known in self._read_graphs if known.serves(size)]:
+            self._read_graphs[min(captured, key=lambda known: (known.num_tokens, known.num_seqs, known.longest))]()
+            return
+        while size.num_tokens > 0:
+            guesser.read_some(size)
+            size = size._replace(num_tokens=size.num_tokens - self._parts.limits.max_num_batched_tokens)
+
     def capture(self, shape: StepShape) -> Graph | None:
         replay = self._stream.capture(functools.partial(self.run, shape))
-        if self._guesser is not None and shape.num_seqs not in self._guess_graphs:
-            guess = functools.partial(self._guesser.guess, shape.num_seqs, self._parts.limits.max_drafts)
-            self._guess_graphs[shape.num_seqs] = self._stream.capture(guess)
+        guesser, num_seqs = self._guesser, shape.num_seqs
+        size = ReadSize.of(shape)
+        if isinstance(guesser, ModelGuesser) and size not in self._read_graphs:
+            self._read_graphs[size] = self._stream.capture(functools.partial(guesser.read, size))
+        if guesser is not None and num_seqs not in self._guess_graphs:
+            guess = functools.partial(guesser.guess, num_seqs, self._parts.limits.max_drafts)
+            self._guess_graphs[num_seqs] = self._stream.capture(guess)
 
         def graph() -> None:
             replay()
@@ -186,8 +208,6 @@ class CudaStep:
             self._drawn[entries] = drawn
             index = self.indices(list(dict.fromkeys(edited.chunks)))
             accept_again(self._drawn, index, tables.step, self._guesses, batch_rows, buffers, ring, shape.max_drafts)
-            if self._guesser is not None:
-                self._guesser.drawn_again(batch_rows.rows[index].long())
         else:
             replace_tokens(drawn, self.indices(edited.chunks), entries, tables.step, batch_rows, buffers, ring)
 

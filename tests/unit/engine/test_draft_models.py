@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from baton.engine import LLM, EngineConfig, InvalidEngineConfig, SamplingParams, build_engine
 from baton.engine.core.lockstep import EMPTY_STEP
@@ -15,10 +16,14 @@ from baton.engine.core.step import PADDING, Chunk, GroupStep, RowStart, StepPlan
 from baton.engine.startup import load
 from baton.engine.startup.model_config import read_model_config
 from baton.engine.startup.weight_counts import weight_bytes_of_rank
+from baton.engine.worker.backends import Backend
 from baton.engine.worker.backends.cpu import CpuBackend
-from baton.engine.worker.shapes import CpuShapes
+from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.backends.guesses.models import _MOST_UNREAD
+from baton.engine.worker.shapes import CpuShapes, CudaShapes
 
 from ...helpers.checkpoints import write_checkpoint
+from ...helpers.inline_stream import InlineStream
 from .controls import EVERYTHING, GREEDY, WAYS, prompts_of
 from .cores import Engines
 from .guessing import (
@@ -143,6 +148,134 @@ def test_a_rank_with_nothing_to_do_does_not_wait_for_tokens_that_an_ended_reques
     monkeypatch.setattr(draft_model, "forward", run)
     of_another_rank = StepSize(1, 1, 1, num_guesses=MOST)
     runner.launch(StepPlan(EMPTY_STEP, [], [], [], GroupStep([PADDING, of_another_rank]))).result()
+
+
+def _cpu() -> Backend:
+    return CpuBackend(CpuShapes(LIMITS))
+
+
+def _gpu() -> Backend:
+    return CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=32), torch.float32)
+
+
+class _Rows:
+    """A runner with a draft model, whose rows hold up to 80 tokens each, and a count of the draft model's runs."""
+
+    def __init__(self, engines: Engines, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runner = engines.runner(backend, 16)
+        self.runner.capture()
+        self.num_runs = 0
+        assert engines.draft_model is not None
+        draft_model = engines.draft_model.model
+        assert draft_model is not None
+        forward = draft_model.forward
+
+        def run(*inputs: Any) -> Any:
+            self.num_runs += 1
+            return forward(*inputs)
+
+        monkeypatch.setattr(draft_model, "forward", run)
+
+    def step(self, *chunks: Chunk, starts: Sequence[int] = (), num_guesses: int = 0, num_blocks: int = 5) -> int:
+        """Run chunks, some of them the first of a prompt of as many tokens, whose row gets so many blocks.
+
+        Returns how often the draft model ran.
+        """
+        before, started = self.num_runs, []
+        for row in starts:
+            (prompt,) = (chunk.num_tokens for chunk in chunks if chunk.row == row)
+            blocks = list(range(5 * row, 5 * row + num_blocks))
+            params = SamplingParams(temperature=1.5)
+            started.append(RowStart(row, str(row), [3] * prompt, [], params, 7 + row, [], [blocks] * 2))
+        self.runner.launch(StepPlan(0, [], started, list(chunks), num_guesses=num_guesses)).result()
+        return self.num_runs - before
+
+    def known(self, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Return the first tokens of row 0, and the guesses after its last one."""
+        tables = self.runner.tables
+        return tables.tokens.tensor[0, :num_tokens].tolist(), tables.guesses.tensor[0, :MOST].tolist()
+
+    def num_read(self) -> list[int]:
+        tables = self.runner.tables
+        return [int(value) for value in tables.read.tensor[0, :2]]
+
+
+def _chunk(row: int, start: int, num_tokens: int = 1) -> Chunk:
+    return Chunk(row, start, num_tokens, True, [])
+
+
+BACKENDS = pytest.mark.parametrize("backend", [_cpu, _gpu])
+
+
+@pytest.fixture(scope="module")
+def engines(checkpoint: Path, other: Path) -> Engines:
+    args = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 200}
+    return Engines(read_model_config(EngineConfig.from_args({**args, "speculative_config": guessing(other)})), LIMITS)
+
+
+@BACKENDS
+def test_the_draft_model_runs_once_for_each_guess(
+    engines: Engines, backend: Callable[[], Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = _Rows(engines, backend(), monkeypatch)
+    assert rows.step(_chunk(0, 0, 6), starts=[0], num_guesses=MOST) == MOST, "reading gives the first guess"
+    for start in range(6, 12):
+        assert rows.step(_chunk(0, start), num_guesses=MOST) == MOST
+
+
+@BACKENDS
+def test_what_no_guess_needs_is_read_later_and_then_guesses_are_the_same(
+    engines: Engines, backend: Callable[[], Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, late = (_Rows(engines, backend(), monkeypatch) for _ in range(2))
+    ends = range(6, 6 + 24)
+    every.step(_chunk(0, 0, 6), starts=[0], num_guesses=MOST)
+    assert late.step(_chunk(0, 0, 6), starts=[0]) == 1, "a prompt is read at once"
+    for start in ends:
+        every.step(_chunk(0, start), num_guesses=MOST)
+        if start < ends[-1]:
+            assert late.step(_chunk(0, start)) == 0
+    assert late.num_read()[0] == 6
+    assert late.step(_chunk(0, ends[-1]), num_guesses=MOST) == MOST
+    assert late.num_read() == every.num_read() == [ends[-1] + 2, 0], "with the token drawn last"
+    assert late.known(ends[-1] + 2) == every.known(ends[-1] + 2)
+
+
+@BACKENDS
+def test_a_token_that_had_no_block_is_read_once_it_has_one(
+    engines: Engines, backend: Callable[[], Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, roomy = (_Rows(engines, backend(), monkeypatch) for _ in range(2))
+    rows.step(_chunk(0, 0, 16), starts=[0], num_guesses=MOST, num_blocks=1)
+    assert rows.num_read()[0] == 16
+    roomy.step(_chunk(0, 0, 16), starts=[0], num_guesses=MOST)
+    assert roomy.num_read()[0] == 17
+    for start in range(16, 20):
+        new_blocks = [[1], [1]] if start == 16 else []
+        rows.step(Chunk(0, start, 1, True, new_blocks), num_guesses=MOST)
+        roomy.step(_chunk(0, start), num_guesses=MOST)
+        assert rows.num_read() == roomy.num_read() == [start + 2, 0]
+        assert rows.known(start + 2) == roomy.known(start + 2)
+
+
+@BACKENDS
+def test_prompts_are_read_at_once_beside_decodes_which_are_not_until_they_are_many(
+    engines: Engines, backend: Callable[[], Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = _Rows(engines, backend(), monkeypatch)
+    rows.step(_chunk(0, 0, 6), starts=[0])
+    rows.step(_chunk(0, 6), _chunk(1, 0, 9), starts=[1])
+    assert rows.num_read() == [6, 9]
+    for number in range(40):
+        num_runs = rows.step(_chunk(0, 7 + number), _chunk(1, 9 + number))
+        computed = rows.runner.tables.computed.tensor[0, :2]
+        num_unread = int((computed - torch.tensor(rows.num_read())).sum())
+        assert num_unread < 2 * _MOST_UNREAD
+        if num_runs:
+            assert num_unread == 0
+            break
+    else:
+        pytest.fail("nothing was read")
 
 
 @pytest.mark.slow
