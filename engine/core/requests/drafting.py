@@ -81,8 +81,7 @@ class Drafting:
         self.drafter = drafter
         self._edits_on_host = edits_on_host
         self._on_device = on_device
-        self._guesses_most = guesses_most
-        self._lengths = DraftLengths(most) if adapts else None
+        self._lengths = DraftLengths(most, guesses_most=guesses_most) if adapts else None
         self._counter = SpeculationCounter(most)
         self._num_told: dict[Request, int] = {}  # how many tokens of each request the drafter knows
         self._predicted: dict[Request, PredictedText] = {}  # for requests that the drafter knows
@@ -148,8 +147,6 @@ class Drafting:
         num_guesses = self.most if asking else 0
         if self._lengths is not None:
             num_guesses = self._lengths.num_guesses_to_make([request.request_id for request in asking])
-            if num_guesses and self._guesses_most:
-                num_guesses = self.most
         for request in drawn:
             request.num_guesses = num_guesses
         return num_guesses

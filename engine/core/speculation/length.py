@@ -32,6 +32,9 @@ prompt token. Such steps leave the account alone, as their time says nothing abo
 
 A drafter on the device makes guesses one step ahead. They take time even if they never become drafts. So a step whose
 time is to be measured without guesses makes none (`num_guesses_to_make`), and the account is charged with unused ones.
+Guesses that were made are used, even if the account has become negative since. Where a step makes all guesses or none,
+their time does not depend on the number of drafts: it is a part of T, and there are drafts only if some number of them
+pays for it.
 
 Everything is a function of the calls; nothing is random.
 """
@@ -77,9 +80,13 @@ class DraftLengths:
     the step also read prompts. Memory: 600 bytes for each request, from its first `num_drafts_for` to `end`.
     """
 
-    def __init__(self, most: int) -> None:
-        """Create it for at most `most` drafts of one request in a step."""
+    def __init__(self, most: int, *, guesses_most: bool = False) -> None:
+        """Create it for at most `most` drafts of one request in a step.
+
+        `guesses_most`: a drafter on the device makes `most` guesses in a step, or none.
+        """
         self._most = most
+        self._guesses_most = guesses_most
         self._cost = StepCost()
         self._by_all = Acceptance(most, _KEPT_BY_ALL, _WEIGHT_OF_ALL)
         self._shares = self._by_all.shares_from(_FIRST_PRIOR)
@@ -92,7 +99,8 @@ class DraftLengths:
         self._reviewed_for = (0, False)  # its number of requests, and whether it read prompts
         self._in_a_row = 0  # steps with drafts
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
-        self._tried_step = 0  # the step for which the device made guesses, to try drafts in it
+        self._guessed_step = 0  # the last one for which the device made guesses; they are on the account
+        self._tried_step = 0  # the same, of guesses that are tried
         self._num_missed = 0  # requests that missed a step because of drafts in the step being settled
         self._is_measured = False  # the step makes no guesses, so that its time without them becomes known
 
@@ -117,7 +125,7 @@ class DraftLengths:
         self._is_measured = plain_s is None or self._in_a_row >= MOST_IN_A_ROW
         if plain_s is None or self._account_s is None:
             return 0
-        if self._account_s < 0 and self._tried_step != self._step:
+        if self._account_s < 0 and self._guessed_step != self._step:
             return 0
         if self._in_a_row >= MOST_IN_A_ROW:
             self._in_a_row = 0
@@ -154,7 +162,8 @@ class DraftLengths:
         if step - self._last_drafts < self._pause or self._account_s is None:
             return False
         cost_s = num_requests * self._cost.added_s(2 * num_requests, plain_s / num_requests)
-        return self._account_s >= min(cost_s + self._cost.guess_s(num_requests), _ENOUGH_STEPS * plain_s)
+        cost_s += (self._most if self._guesses_most else 1) * self._cost.guess_s(num_requests)
+        return self._account_s >= min(cost_s, _ENOUGH_STEPS * plain_s)
 
     def _begin_try(self, step: int) -> None:
         """Note that `step` tries drafts, and double the time until the next try."""
@@ -168,15 +177,20 @@ class DraftLengths:
         if has_prompts:
             prompt_token_s = self._prompt_s / self._prompt_tokens if self._prompt_tokens else request_s
             return max(_LEAST_CHANCE, _MARGIN * best * min(request_s, prompt_token_s))
-        guess_s = self._cost.guess_s(num_requests) / num_requests
+        guess_s, always_s = self._cost.guess_s(num_requests) / num_requests, 0.0
+        if self._guesses_most:
+            guess_s, always_s = 0.0, self._most * self._cost.guess_s(num_requests)
         added_s = self._cost.added_s(2 * num_requests, request_s) + guess_s
+        is_gain = False
         self._shares = self._by_all.shares_from(_FIRST_PRIOR)
         for num_drafts, chance in enumerate(chances(self._shares), 1):
             drawn += num_requests * chance
             each_s = self._cost.added_s(num_requests * (1 + num_drafts), request_s) + guess_s
-            rate = drawn / (plain_s + num_requests * num_drafts * each_s)
+            rate = drawn / (plain_s + always_s + num_requests * num_drafts * each_s)
             if rate > best:
-                best, added_s = rate, each_s
+                best, added_s, is_gain = rate, each_s, True
+        if always_s and not is_gain:
+            return 1.0
         return max(_LEAST_CHANCE, _MARGIN * added_s * best)
 
     def num_drafts_for(self, request_id: str, most: int, *, sits_out: bool = False) -> int:
@@ -209,16 +223,21 @@ class DraftLengths:
 
         None in a step whose time without guesses is to be measured.
         """
-        if self._is_measured or not request_ids:
+        num_guesses = 0 if self._is_measured or not request_ids else self._guesses_worth(request_ids)
+        if not num_guesses:
             return 0
-        if self._threshold >= 1:
-            plain_s = self._cost.plain_s(len(request_ids))
-            if plain_s is None or not self._may_try(len(request_ids), plain_s, self._step + 1):
-                return 0
-            self._tried_step = self._step + 1
-            self._begin_try(self._tried_step)
-            return 1
-        return max(self.expected(request_id, self._most) for request_id in request_ids)
+        self._guessed_step = self._step + 1
+        return self._most if self._guesses_most else num_guesses
+
+    def _guesses_worth(self, request_ids: Sequence[str]) -> int:
+        if self._threshold < 1:
+            return max(self.expected(request_id, self._most) for request_id in request_ids)
+        plain_s = self._cost.plain_s(len(request_ids))
+        if plain_s is None or not self._may_try(len(request_ids), plain_s, self._step + 1):
+            return 0
+        self._tried_step = self._step + 1
+        self._begin_try(self._tried_step)
+        return 1
 
     def _worth(self, tried: _Tried, most: int, step: int, *, sits_out: bool = False) -> int:
         """Return the number of a request's drafts, up to `most`, that are worth their time, or are due for a try."""

@@ -46,14 +46,16 @@ def simulate(
     seed: int = 0,
     looks_ahead: bool = False,
     guess_s: float | None = None,
+    guesses_most: bool = False,
 ) -> Simulated:
     """Run steps in which a draft is right at its request's rate; requests take the `rates` in turn.
 
     A request is replaced after `answer_steps` steps. If it `looks_ahead`, a request gets only as many drafts as were
     expected when its last step was settled, as those with a grammar do. With `guess_s`, the device makes the drafts at
-    the end of each step, and one draft for all requests takes so many seconds.
+    the end of each step, and one draft for all requests takes so many seconds; with `guesses_most`, it makes `most` of
+    them or none.
     """
-    draw, policy, done = random.Random(seed), DraftLengths(most), Simulated()
+    draw, policy, done = random.Random(seed), DraftLengths(most, guesses_most=guesses_most), Simulated()
     places = [f"{place} 0" for place in range(num_requests)]
     guessed: dict[str, int] = {}  # drafts of the next step by request, if they are made ahead
     made: dict[str, int] = {}  # drafts that the device has made for a request

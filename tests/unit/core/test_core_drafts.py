@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from baton.engine.core.messages import FinishReason
-from baton.engine.core.requests.drafting import Drafting, make_drafting
+from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import StructuredOutputsParams
 from baton.engine.core.scheduling import running_requests
-from baton.engine.core.speculation.config import SpeculativeConfig
 from baton.engine.core.speculation.drafter import Drafter
 from baton.engine.core.speculation.length import DraftLengths
 from baton.engine.core.speculation.stats import NO_DRAFTS
@@ -201,19 +198,6 @@ def test_a_device_guesses_for_those_that_go_on_and_drafts_are_what_it_has_guesse
     alone.add(request("one", 10, max_tokens=1))
     alone.run_to_the_end()
     assert not any(plan.num_guesses for plan in alone.runner.plans)
-
-
-@pytest.mark.parametrize(("device", "planned"), [("cpu", 1), ("cuda", 4)])
-def test_plans_tell_how_many_guesses_the_device_makes(
-    device: str, planned: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DraftLengths, "num_guesses_to_make", lambda *_: 1)
-    drafting = make_drafting(SpeculativeConfig(method="mtp", num_speculative_tokens=4), device)
-    assert drafting is not None
-    asking: Any = SimpleNamespace(request_id="a", may_go_on=True, is_constrained=False, num_guesses=0)
-    assert drafting.plan_guesses([Chunk(0, 9, 1, True, [])], [asking]) == asking.num_guesses == planned
-    monkeypatch.setattr(DraftLengths, "num_guesses_to_make", lambda *_: 0)
-    assert drafting.plan_guesses([Chunk(0, 9, 1, True, [])], [asking]) == asking.num_guesses == 0
 
 
 def test_an_answer_ends_at_a_stop_token_within_a_draft_and_nothing_behind_it_is_put_out() -> None:

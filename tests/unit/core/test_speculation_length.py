@@ -64,24 +64,38 @@ def test_guesses_that_are_made_a_step_ahead_are_made_and_tried_seldom_where_they
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
-    ("num_requests", "rate", "times"), [(1, 0.6, 1.5), (1, 0.9, 2.7), (8, 0.6, 1.35), (64, 0.9, 1.5)]
+    ("num_requests", "rate", "guesses_most", "times"),
+    [
+        (1, 0.6, False, 1.5),
+        (1, 0.9, False, 2.7),
+        (8, 0.6, False, 1.35),
+        (64, 0.9, False, 1.5),
+        (1, 0.6, True, 1.4),
+        (1, 0.9, True, 2.7),
+        (8, 0.6, True, 1.3),
+        (64, 0.9, True, 1.5),
+    ],
 )
 def test_guesses_that_the_device_makes_in_a_tenth_of_a_step_are_worth_it(
-    num_requests: int, rate: float, times: float, depth: int
+    num_requests: int, rate: float, guesses_most: bool, times: float, depth: int
 ) -> None:
-    done = simulate(memory_bound, num_requests, [rate], depth=depth, guess_s=memory_bound(num_requests) / 10)
+    guess_s = memory_bound(num_requests) / 10
+    done = simulate(memory_bound, num_requests, [rate], depth=depth, guess_s=guess_s, guesses_most=guesses_most)
     assert 1 / done.slowdown(memory_bound, num_requests) >= times
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_requests", [1, 64])
-@pytest.mark.parametrize(("rate", "share"), [(0.0, 0.1), (0.6, 3.0)])
+@pytest.mark.parametrize(
+    ("rate", "share", "guesses_most"), [(0.0, 0.1, False), (0.6, 3.0, False), (0.0, 0.1, True), (0.4, 0.4, True)]
+)
 @pytest.mark.parametrize("device", [memory_bound, compute_bound])
 def test_guesses_that_the_device_makes_cost_little_where_they_are_not_worth_it(
-    device: Device, share: float, rate: float, num_requests: int, depth: int
+    device: Device, share: float, rate: float, guesses_most: bool, num_requests: int, depth: int
 ) -> None:
-    done = simulate(device, num_requests, [rate], depth=depth, guess_s=device(num_requests) * share)
+    guess_s = device(num_requests) * share
+    done = simulate(device, num_requests, [rate], depth=depth, guess_s=guess_s, guesses_most=guesses_most)
     assert done.slowdown(device, num_requests) <= MOST_SLOWDOWN
 
 
