@@ -22,6 +22,7 @@ from ..worker.backends import DraftModel
 from ..worker.backends.cpu import CpuBackend
 from ..worker.runner import ModelRunner
 from ..worker.shapes import CpuShapes
+from ..worker.tables import CacheArenas
 from ..worker.warmup import warm_up
 from .arenas import draft_bytes, engine_caches
 from .device import DeviceContext, load_models, step_limits
@@ -71,15 +72,14 @@ class CpuStartup:
     ) -> Runner:
         limits = step_limits(self._config, self._steps, core_config.max_model_len)
         member = self._context.member
+        draft_inputs = allocate_drafts(self.allocate, model_config, limits, member.tp_rank, member.tensor_parallel_size)
         runner = ModelRunner(
             model,
-            arenas,
+            CacheArenas(arenas, engine_caches(model_config).of_model, draft_inputs),
             CpuBackend(CpuShapes(limits)),
             limits,
             core_config.vocab_size,
-            groups=engine_caches(model_config).of_model,
-            drafts=allocate_drafts(self.allocate, model_config, limits, member.tp_rank, member.tensor_parallel_size),
-            draft_model=self._draft_model,
+            self._draft_model,
         )
         if self._context.groups == ALL_ALONE:  # no recording if ranks wait for each other within a step
             runner.capture()

@@ -30,6 +30,7 @@ from ..worker.backends.cuda import CudaBackend
 from ..worker.backends.cuda_stream import CudaStream
 from ..worker.runner import ModelRunner
 from ..worker.shapes import CudaShapes, StepLimits
+from ..worker.tables import CacheArenas
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
 from .arenas import engine_caches
 from .device import DeviceContext, load_models, step_limits, stub_draft_model
@@ -183,17 +184,9 @@ class CudaStartup:
         shapes = self._shapes(limits)
         backend = CudaBackend(self._stream, shapes, getattr(torch, model_config.dtype))
         tp = self._groups.tp
-        drafts = allocate_drafts(self.allocate, model_config, limits, tp.rank, tp.size)
-        return ModelRunner(
-            model,
-            arenas,
-            backend,
-            limits,
-            model_config.vocab_size,
-            groups=engine_caches(model_config).of_model,
-            drafts=drafts,
-            draft_model=draft_model,
-        )
+        draft_inputs = allocate_drafts(self.allocate, model_config, limits, tp.rank, tp.size)
+        caches = CacheArenas(arenas, engine_caches(model_config).of_model, draft_inputs)
+        return ModelRunner(model, caches, backend, limits, model_config.vocab_size, draft_model)
 
     def _limits(self, max_model_len: int) -> StepLimits:
         return step_limits(self._config, self._steps, max_model_len)

@@ -10,11 +10,13 @@ All tables are in one tensor, so a change is an address with some values, whiche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,6 +30,28 @@ from .shapes import StepLimits
 
 _ALIGNMENT = 64  # elements: every table begins on a cache line, as kernels prefer
 Values = Sequence[int] | NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class CacheArenas:
+    """The memory of an engine's caches on one rank, by cache group."""
+
+    # Of each group: blocks of tokens in the shape of its layout, or slots of states as bytes [slots, slot_bytes].
+    tensors: Sequence[Tensor]
+    of_model: Sequence[int] | None = None  # the model's groups, in its order; None: all. A draft model may have others
+    # For groups of states whose requests have drafts, the inputs of drafts: bytes [places, place_bytes].
+    draft_inputs: Mapping[int, Tensor] = field(default_factory=dict)
+    checkpoint_tokens: int = CHECKPOINT_TOKENS
+
+    @property
+    def model_groups(self) -> Sequence[int]:
+        """The numbers of the model's groups, in its order."""
+        return range(len(self.tensors)) if self.of_model is None else self.of_model
+
+    @property
+    def state_groups(self) -> Sequence[int]:
+        """The numbers of the groups whose entries are slots of states."""
+        return [group for group, tensor in enumerate(self.tensors) if tensor.dtype == torch.uint8]
 
 
 class TableWrites(Protocol):
@@ -93,24 +117,15 @@ class RowTables:
     row's blocks hold, and `read[row]` the number of tokens that a draft model has read.
     """
 
-    def __init__(
-        self,
-        memory: Tensor,
-        writes: TableWrites,
-        limits: StepLimits,
-        num_groups: int = 1,
-        state_groups: Sequence[int] = (),
-        checkpoint_tokens: int = CHECKPOINT_TOKENS,
-    ) -> None:
-        """`memory` has `num_values(limits, num_groups, len(state_groups), checkpoint_tokens)` zeros; `writes` applies
-        changes to it.
+    def __init__(self, memory: Tensor, writes: TableWrites, limits: StepLimits, arenas: CacheArenas) -> None:
+        """`memory` has `num_values(limits, arenas)` zeros; `writes` applies changes to it.
 
-        `state_groups`: the cache groups whose entries are slots of states. The CPU keeps their tables, too, because a
-        step of chunks is cut at the ends of their entries.
+        The CPU keeps the tables of groups of states, too, because a step of chunks is cut at the ends of their entries.
         """
         self.memory = memory
         self._writes = writes
-        shapes = _table_shapes(limits, num_groups, len(state_groups), checkpoint_tokens)
+        num_groups, state_groups = len(arenas.tensors), arenas.state_groups
+        shapes = _table_shapes(limits, arenas)
         addresses = accumulate((_table_size(*shape) for shape in shapes), initial=0)
         tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
         self.tokens, self._blocks, self.sampling, self.computed = tables[:4]
@@ -132,12 +147,9 @@ class RowTables:
         self.state_slots = {group: [list[int]() for _ in range(limits.max_num_seqs)] for group in state_groups}
 
     @staticmethod
-    def num_values(
-        limits: StepLimits, num_groups: int = 1, num_state_groups: int = 0, checkpoint_tokens: int = CHECKPOINT_TOKENS
-    ) -> int:
+    def num_values(limits: StepLimits, arenas: CacheArenas) -> int:
         """Return how many int32 the tables take."""
-        shapes = _table_shapes(limits, num_groups, num_state_groups, checkpoint_tokens)
-        return sum(_table_size(*shape) for shape in shapes)
+        return sum(_table_size(*shape) for shape in _table_shapes(limits, arenas))
 
     def guess(self, row: int, first: int, token_ids: Sequence[int]) -> None:
         """Write guesses of a row's tokens from index `first` on; if there is not room for all, the last of them."""
@@ -211,12 +223,10 @@ class RowTables:
         return self._blocks.address(group * self._num_rows + row, entry)
 
 
-def _table_shapes(
-    limits: StepLimits, num_groups: int, num_state_groups: int, checkpoint_tokens: int
-) -> list[tuple[int, int]]:
-    seqs = limits.max_num_seqs
+def _table_shapes(limits: StepLimits, arenas: CacheArenas) -> list[tuple[int, int]]:
+    seqs, num_groups, num_state_groups = limits.max_num_seqs, len(arenas.tensors), len(arenas.state_groups)
     max_blocks = -(-limits.max_model_len // BLOCK_SIZE)
-    chunks = most_chunks(seqs, limits.max_num_batched_tokens, checkpoint_tokens)
+    chunks = most_chunks(seqs, limits.max_num_batched_tokens, arenas.checkpoint_tokens)
     by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
     states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
     on_device = [(1, seqs if limits.guesses_on_device else 0)] * 2

@@ -197,7 +197,7 @@ def scored_steps(runner: ModelRunner, limits: StepLimits, up_to: int) -> None:
     for tokens in [*(1 << bits for bits in range(2, largest.bit_length()) if 1 << bits < largest), largest]:
         for decodes in range(min(2, limits.max_num_seqs)):
             lens = [*[1] * decodes, min(tokens - decodes, limits.max_model_len - 1)]
-            starts = [_start(row, length, len(runner.arenas)) for row, length in enumerate(lens)]
+            starts = [_start(row, length, len(runner.arenas.tensors)) for row, length in enumerate(lens)]
             chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=length > 1) for row, length in enumerate(lens)]
             runner.launch(StepPlan(0, freed, starts, chunks)).result()
             freed = list(range(len(lens)))
@@ -207,7 +207,7 @@ def largest_step(runner: ModelRunner, limits: StepLimits) -> None:
     """Run a step with all rows, as many tokens as fit, and every kind of sampling. All rows share block 0."""
     rows = range(limits.max_num_seqs)
     length = min(limits.max_num_batched_tokens // limits.max_num_seqs, limits.max_model_len - 1)
-    starts = [_start(row, length, len(runner.arenas)) for row in rows]
+    starts = [_start(row, length, len(runner.arenas.tensors)) for row in rows]
     chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=row == 0) for row in rows]
     guesses = limits.max_guesses_on_device
     runner.launch(StepPlan(0, [], starts, chunks, num_guesses=guesses)).result()
@@ -216,7 +216,7 @@ def largest_step(runner: ModelRunner, limits: StepLimits) -> None:
 
 def edited_drafts(runner: ModelRunner) -> None:
     """Run a decode with a draft, and draw after both of its tokens from edited logits, as with a grammar."""
-    start = _start(row=0, length=1, num_groups=len(runner.arenas))
+    start = _start(row=0, length=1, num_groups=len(runner.arenas.tensors))
     drafted = Chunk(0, 1, 2, True, [], num_drafts=1, drafts=(0,))
     runner.launch(StepPlan(0, [], [start], [Chunk(0, 0, 1, True, [])])).result()
     runner.launch(StepPlan(0, [], [], [drafted])).result()

@@ -101,7 +101,6 @@ class StepParts:
     """The objects that the steps of one runner read and write."""
 
     model: Model
-    groups: Sequence[int]  # the model's cache groups
     draft_model: DraftModel | None  # guesses instead of the model's own draft head
     tables: RowTables
     current: CurrentBatch

@@ -17,6 +17,7 @@ from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.tables import CacheArenas
 from baton.engine.worker.warmup import ProfileRun, warm_up
 
 from ...helpers.inline_stream import InlineStream
@@ -58,7 +59,9 @@ def warmed_up_arenas(config: ModelConfig, kind: str, *, captured_tokens: int) ->
     arenas = [allocate_kv(group.blocks, 4).zero_() for group in config.caches.groups]
 
     def make_runner() -> ModelRunner:
-        return ModelRunner(model, arenas, backend_of(kind, captured_tokens=captured_tokens), LIMITS, config.vocab_size)
+        return ModelRunner(
+            model, CacheArenas(arenas), backend_of(kind, captured_tokens=captured_tokens), LIMITS, config.vocab_size
+        )
 
     if kind == "cpu":
         warm_up(make_runner(), LIMITS, 4, len(arenas))

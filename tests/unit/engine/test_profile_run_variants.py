@@ -46,6 +46,7 @@ from baton.engine.startup.model_config import read_model_config
 from baton.engine.worker import outputs
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.tables import CacheArenas
 from baton.engine.worker.shapes import CudaShapes, StepLimits, StepShape
 from baton.engine.worker.warmup import ProfileRun, padding_steps
 from baton.kernels import fp8
@@ -145,12 +146,11 @@ arenas = [torch.zeros(group.blocks.shape(1), dtype=torch.bfloat16) for group in 
 whole, stub = (
     ModelRunner(
         model,
-        arenas,
+        CacheArenas(arenas, caches.of_model),
         CudaBackend(InlineStream(), sizes, torch.bfloat16),
         limits,
         config.vocab_size,
-        groups=caches.of_model,
-        draft_model=draft_model,
+        draft_model,
     )
     for model, draft_model in zip(models, draft_models)
 )

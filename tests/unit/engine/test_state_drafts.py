@@ -35,6 +35,7 @@ from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.tables import CacheArenas
 from baton.kernels.linear.cpu import pack
 from baton.kernels.state_batch import StateBatch
 
@@ -84,15 +85,8 @@ class Engines:
         places = allocate_drafts(allocate_on_cpu, config, limits, 0, 1)
         for each in places.values():
             each.fill_(0xFF)
-        runner = ModelRunner(
-            self.model,
-            arenas,
-            backend,
-            limits,
-            config.vocab_size,
-            checkpoint_tokens=CHECKPOINTS,
-            drafts=places,
-        )
+        caches = CacheArenas(arenas, draft_inputs=places, checkpoint_tokens=CHECKPOINTS)
+        runner = ModelRunner(self.model, caches, backend, limits, config.vocab_size)
         if captured_tokens:
             runner.capture()
         core_config = hybrid_config(config, limits, num_blocks, num_slots, CHECKPOINTS, depth=depth)
