@@ -182,7 +182,7 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
         with phases("imports"):
             # Not at the top, because these load torch, and a process that only names `Engine` needs no torch.
             from ..parallel.rank_group import RankGroup
-            from .device import DeviceContext, device_for
+            from .device import RankContext, device_for
             from .load import load_member
 
             device = device_for(config, member)
@@ -197,8 +197,8 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
                 membership.join(device)
             for name, reason in config.ignored_on(device.type).items():
                 logger.warning("%s is ignored: %s", name, reason)
-            context = DeviceContext(device, member, membership.groups)
-            yield load_member(config, model_config, membership, context, compiler, phases)
+            context = RankContext(config, model_config, device, member, membership.groups)
+            yield load_member(context, membership, compiler, phases)
 
 
 def _require_group_size(config: EngineConfig, member: Member) -> None:
