@@ -25,7 +25,7 @@ from ..worker.backends import DraftModel
 from ..worker.shapes import StepLimits
 from ..worker.tables import CacheArenas
 from .arenas import EngineCaches, engine_caches
-from .kv_cache import allocate_drafts
+from .kv_cache import allocate_draft_inputs
 from .step_sizes import StepSizes
 
 
@@ -62,7 +62,7 @@ class RankContext:
     ) -> CacheArenas:
         """Return the arenas of a runner: the blocks of each cache group, and memory for the inputs of drafts."""
         rank, size = self.member.tp_rank, self.member.tensor_parallel_size
-        draft_inputs = allocate_drafts(allocate, self.model_config, limits, rank, size)
+        draft_inputs = allocate_draft_inputs(allocate, self.model_config, limits, rank, size)
         return CacheArenas(tensors, self.caches.of_model, draft_inputs)
 
     def share_cores(self, most: int | None = None) -> None:
