@@ -102,7 +102,7 @@ def read_config(
     )
     if not drafts:
         return config
-    config = config.with_drafts()
+    config = config.with_draft_layers()
     if files.checkpoint is not None:
         _require_draft_layers(config, files.checkpoint)
     return config
@@ -113,7 +113,7 @@ def _require_draft_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
     rules = config.rules.draft
     if rules is None:
         return
-    for number in range(config.drafts):
+    for number in range(config.num_run_draft_layers):
         path = rules.path(config, number)
         if not any(name.startswith(f"{path}.") for name in checkpoint.entries):
             raise UnsupportedModel(

@@ -46,7 +46,7 @@ class Qwen35Layer(DecoderLayer):
 
 
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:
-    return () if config.drafts else ("mtp.*",)
+    return () if config.num_run_draft_layers else ("mtp.*",)
 
 
 def path_of_draft_layer(config: ModelConfig, number: int) -> str:

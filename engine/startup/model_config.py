@@ -71,11 +71,12 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         drafts=speculation is not None and speculation.method == "mtp",
     )
     check_division(model, config)
-    if speculation is not None and 1 < model.drafts < speculation.num_speculative_tokens:
+    num_layers = model.num_run_draft_layers
+    if speculation is not None and 1 < num_layers < speculation.num_speculative_tokens:
         raise InvalidEngineConfig(
             "speculative_config.num_speculative_tokens",
-            f"is {speculation.num_speculative_tokens}, must be at most {model.drafts}: each of the model's draft layers"
-            " guesses one token",
+            f"is {speculation.num_speculative_tokens}, must be at most {num_layers}: each of the model's draft layers "
+            "guesses one token",
         )
     if speculation is None or speculation.model is None:
         return model
