@@ -7,7 +7,7 @@ ProfileRun     a GPU: every size of step; the peak of memory determines the numb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -148,8 +148,15 @@ def eager_shapes(limits: StepLimits, largest_captured: int) -> Iterator[StepShap
     decodes = 1 if limits.max_num_seqs > 1 else 0
 
     def chunk(tokens: int, num_kv_tokens: int | None) -> StepShape:
-        longest = min(tokens, limits.max_model_len)
-        return StepShape(decodes + 1, tokens, decodes, longest, limits.max_model_len, num_kv_tokens, decodes + 1)
+        return StepShape(
+            num_seqs=decodes + 1,
+            num_tokens=tokens,
+            num_decodes=decodes,
+            max_query_len=min(tokens, limits.max_model_len),
+            max_seq_len=limits.max_model_len,
+            num_kv_tokens=num_kv_tokens,
+            num_wanted=decodes + 1,
+        )
 
     yield chunk(largest, MAX_EXPANDED_TOKENS)
     yield chunk(largest, None)
@@ -170,10 +177,17 @@ def drafted_mix(limits: StepLimits, largest_captured: int) -> list[StepShape]:
     if not limits.max_drafts or largest <= max(largest_captured, 2):
         return []
     num_draws = min(limits.max_num_draws, largest - 1)
-    seqs = min(limits.max_num_seqs, num_draws)
-    longest = min(largest, limits.max_model_len)
-    mix = StepShape(seqs, largest, 0, longest, limits.max_model_len, num_wanted=num_draws)
-    return [replace(mix, max_drafts=limits.max_drafts, num_draws=num_draws)]
+    mix = StepShape(
+        num_seqs=min(limits.max_num_seqs, num_draws),
+        num_tokens=largest,
+        num_decodes=0,
+        max_query_len=min(largest, limits.max_model_len),
+        max_seq_len=limits.max_model_len,
+        num_wanted=num_draws,
+        max_drafts=limits.max_drafts,
+        num_draws=num_draws,
+    )
+    return [mix]
 
 
 @torch.inference_mode()

@@ -130,7 +130,13 @@ class Guesser(abc.ABC):
                 table_rows=placed.rows.int(),
             )
 
-        shape = StepShape(num_seqs, num_tokens, num_decodes, longest, limits.max_model_len)
+        shape = StepShape(
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            num_decodes=num_decodes,
+            max_query_len=longest,
+            max_seq_len=limits.max_model_len,
+        )
         return self._parts.inputs.caches(shape, self._groups, batch)
 
 

@@ -80,7 +80,10 @@ def any_step():
     decodes = rng.randint(0, seqs - 1)
     longest = rng.randint(-(-(tokens - decodes) // (seqs - decodes)), tokens - decodes)
     num_kv_tokens, num_wanted = rng.choice([tokens, 5000, 100_000]), rng.choice([None, seqs, seqs])
-    shape = StepShape(seqs, tokens, decodes, longest, 2048, num_kv_tokens, num_wanted)
+    shape = StepShape(
+        num_seqs=seqs, num_tokens=tokens, num_decodes=decodes, max_query_len=longest, max_seq_len=2048,
+        num_kv_tokens=num_kv_tokens, num_wanted=num_wanted,
+    )
     draws = min(tokens - 1, seqs + rng.randint(1, 4) * (seqs - 1))
     if not limits.max_drafts or draws <= seqs or rng.random() < 0.3:
         return shape
