@@ -65,7 +65,7 @@ class CpuStartup:
         runner = ModelRunner(model, caches, backend, limits, context.model_config.vocab_size, self._draft_model)
         if context.groups == ALL_ALONE:  # no recording if ranks wait for each other within a step
             runner.capture()
-        warm_up(runner, limits, min(len(arena) for arena in arenas), len(arenas))
+        warm_up(runner)
         return runner
 
     def in_order(self) -> AbstractContextManager[object]:

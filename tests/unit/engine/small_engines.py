@@ -64,7 +64,7 @@ def warmed_up_arenas(config: ModelConfig, kind: str, *, captured_tokens: int) ->
         )
 
     if kind == "cpu":
-        warm_up(make_runner(), LIMITS, 4, len(arenas))
+        warm_up(make_runner())
     else:
         sizes = list(CudaShapes(LIMITS, max_tokens=captured_tokens).in_capture_order())
         ProfileRun(make_runner, sizes, lambda work: work() or 0, LIMITS).run()

@@ -268,7 +268,7 @@ def test_a_step_of_nothing_but_padding_leaves_no_trace(workshop: Workshop) -> No
 
 def test_the_largest_step_leaves_rows_that_remember_nothing(workshop: Workshop) -> None:
     runner = workshop.device_runner()
-    largest_step(runner, LIMITS)
+    largest_step(runner)
     core = workshop.core(runner)
     fresh = workshop.core(workshop.device_runner())
     for i in range(MAX_NUM_SEQS):
@@ -355,7 +355,7 @@ def test_a_runner_is_gone_when_nobody_has_it(workshop: Workshop) -> None:
     gc.disable()
     try:
         runner = workshop.device_runner()
-        largest_step(runner, LIMITS)
+        largest_step(runner)
         logits = weakref.ref(cuda_step(runner).logits)
         del runner
         assert logits() is None
