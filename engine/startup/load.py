@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from baton.kernels.compiler import Compiler
 from baton.kernels.fp8 import has_gpu_kernels
 
 from ..core.config import CacheGroupConfig, EngineCoreConfig
 from ..core.layout import CHECKPOINT_TOKENS, CacheKind
-from ..core.messages import ExpertReview
+from ..core.messages import EngineStats
 from ..core.regions import CacheRegion
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
@@ -36,8 +38,7 @@ class LoadedMember:
     region: CacheRegion
     device_type: str
     make_runner: Callable[[], Runner]
-    late_compilations: Callable[[], int]
-    expert_review: Callable[[], ExpertReview] | None  # None: no experts are spread over ranks
+    add_runner_stats: Callable[[EngineStats], EngineStats]
     release: Callable[[], None]
 
     def close(self) -> None:
@@ -72,6 +73,10 @@ def load_member(context: RankContext, membership: RankGroup, compiler: Compiler 
         widest.barrier()  # no rank serves before all can
         return runner if balancer is None else ReviewingRunner(runner, balancer, startup.in_order)
 
+    def add_runner_stats(stats: EngineStats) -> EngineStats:
+        experts = None if balancer is None else balancer.last
+        return msgspec.structs.replace(stats, num_late_compilations=startup.late_compilations(), experts=experts)
+
     return LoadedMember(
         membership=membership,
         model_config=context.model_config,
@@ -80,8 +85,7 @@ def load_member(context: RankContext, membership: RankGroup, compiler: Compiler 
         region=region_of(arenas, context.caches.layout, member.tp_rank, member.tensor_parallel_size),
         device_type=context.device.type,
         make_runner=make_runner,
-        late_compilations=startup.late_compilations,
-        expert_review=None if balancer is None else lambda: balancer.last,
+        add_runner_stats=add_runner_stats,
         release=startup.release,
     )
 
