@@ -42,7 +42,7 @@ class RowPool:
 
 class Fence:
     def __init__(self, rows: RowPool, groups: Sequence[CacheGroup]) -> None:
-        self._rows = rows
+        self.rows = rows
         self._pools = [group.pool for group in groups]
         self._settled = NEVER
         self._retired: dict[int, list[tuple[int, list[list[int]]]]] = {}
@@ -93,6 +93,6 @@ class Fence:
 
     def _free(self, row: int, blocks: list[list[int]]) -> None:
         if row != NO_ROW:
-            self._rows.give_back(row)
+            self.rows.give_back(row)
         for pool, owned in zip(self._pools, blocks, strict=False):  # a request without blocks has no lists
             pool.release(owned)

@@ -67,7 +67,7 @@ class KVLoading:
 
     def find_restore(self, request: Request) -> RestorePlan | None:
         """Return what to restore of the request's prefix from the tiers; None if computing it is better."""
-        if not self._tier_copies.exists or not self._fence.has_passed(request.last_step):
+        if not self._tier_copies.has_tiers or not self._fence.has_passed(request.last_step):
             return None
         return self._tier_copies.find(request)
 
