@@ -225,17 +225,17 @@ class CausalLM(Layer):
         hidden: Tensor,
         caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
-        of_ranks: tuple[int, ...] | None = None,
+        ranks: RankRows | None = None,
         number: int = 0,
     ) -> DraftStates:
         """Run draft layer `number` on `hidden` [T, hidden], the states of all tokens of a step, and on `token_ids` [T].
 
         `token_ids[i]` is the token `number` + 1 positions after the one that `hidden[i]` belongs to. Returns the states
         of the `wanted` [R] int64 tokens, or of all; `logits` of the normed ones predict the token after `token_ids[i]`.
-        Writes the keys and values of all T tokens into `caches`. In lockstep, `of_ranks` has R of each data-parallel
+        Writes the keys and values of all T tokens into `caches`. In lockstep, `ranks.seqs` has R of each data-parallel
         rank; None: the same on all.
         """
-        context = replace(self._context(caches), rows_of_ranks=of_ranks)
+        context = replace(self._context(caches), rows_of_ranks=None if ranks is None else ranks.seqs)
         return self.draft_heads[number](self.model.embed_tokens(token_ids), hidden, context, wanted)
 
     @torch.inference_mode()
