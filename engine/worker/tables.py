@@ -126,17 +126,21 @@ class RowTables:
         self._writes = writes
         num_groups, state_groups = len(arenas.tensors), arenas.state_groups
         shapes = _table_shapes(limits, arenas)
-        addresses = accumulate((_table_size(*shape) for shape in shapes), initial=0)
-        tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
-        self.tokens, self._blocks, self.sampling, self.computed = tables[:4]
-        self.rows, self.samples, self.query_start, self.draw_start = tables[4:8]
-        self.guesses, self.first_guess, applied, self.room, self.read = tables[-5:]
-        self.applied = dict(zip(state_groups, applied.tensor, strict=True))
-        self._applied = applied
-        size = len(StateTables._fields)
+        addresses = accumulate(map(_table_size, shapes.values()), initial=0)
+        tables = {
+            name: Table(memory, address, *shape)
+            for (name, shape), address in zip(shapes.items(), addresses, strict=False)
+        }
+        self.tokens, self._blocks = tables["tokens"], tables["blocks"]
+        self.sampling, self.computed = tables["sampling"], tables["computed"]
+        self.rows, self.samples = tables["rows"], tables["samples"]
+        self.query_start, self.draw_start = tables["query_start"], tables["draw_start"]
+        self.guesses, self.first_guess = tables["guesses"], tables["first_guess"]
+        self.room, self.read = tables["room"], tables["read"]
+        self._applied = tables["applied"]
+        self.applied = dict(zip(state_groups, self._applied.tensor, strict=True))
         self.states = {
-            group: StateTables(*tables[first : first + size])
-            for group, first in zip(state_groups, range(8, len(tables) - 5, size), strict=True)
+            group: StateTables(*(tables[f"{name} {group}"] for name in StateTables._fields)) for group in state_groups
         }
         self.blocks = self._blocks.tensor.unflatten(0, (num_groups, -1))
         self.rows.tensor.fill_(-1)
@@ -149,7 +153,7 @@ class RowTables:
     @staticmethod
     def num_values(limits: StepLimits, arenas: CacheArenas) -> int:
         """Return how many int32 the tables take."""
-        return sum(_table_size(*shape) for shape in _table_shapes(limits, arenas))
+        return sum(map(_table_size, _table_shapes(limits, arenas).values()))
 
     def guess(self, row: int, first: int, token_ids: Sequence[int]) -> None:
         """Write guesses of a row's tokens from index `first` on; if there is not room for all, the last of them."""
@@ -223,17 +227,39 @@ class RowTables:
         return self._blocks.address(group * self._num_rows + row, entry)
 
 
-def _table_shapes(limits: StepLimits, arenas: CacheArenas) -> list[tuple[int, int]]:
-    seqs, num_groups, num_state_groups = limits.max_num_seqs, len(arenas.tensors), len(arenas.state_groups)
-    max_blocks = -(-limits.max_model_len // BLOCK_SIZE)
+def _table_shapes(limits: StepLimits, arenas: CacheArenas) -> dict[str, tuple[int, int]]:
+    """Return the rows and the width of each table, in the order in which they lie in memory."""
+    seqs, num_groups = limits.max_num_seqs, len(arenas.tensors)
     chunks = most_chunks(seqs, limits.max_num_batched_tokens, arenas.checkpoint_tokens)
-    by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
-    states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
-    on_device = [(1, seqs if limits.guesses_on_device else 0)] * 2
+    widths_of_states = {
+        "sources": seqs,
+        "targets": seqs,
+        "num_decodes": 1,
+        "chunk_start": chunks + 1,
+        "chunk_seqs": chunks,
+        "checkpoints": chunks,
+        "seq_chunks": seqs + 1,
+    }
+    on_device = seqs if limits.guesses_on_device else 0
     lines = seqs + limits.guesses_on_device  # steps that guess use the last line for their padding
-    drafts = [(lines, limits.max_guesses), (1, lines), (num_state_groups, seqs), *on_device]
-    return [*by_row, *[(1, seqs)] * 3, *[(1, seqs + 1)] * 2, *states * num_state_groups, *drafts]
+    return {
+        "tokens": (seqs, limits.max_model_len),
+        "blocks": (num_groups * seqs, -(-limits.max_model_len // BLOCK_SIZE)),
+        "sampling": (seqs, ROW_WORDS),
+        "computed": (1, seqs),
+        "rows": (1, seqs),
+        "samples": (1, seqs),
+        "query_start": (1, seqs + 1),
+        "draw_start": (1, seqs + 1),
+        **{f"{name} {group}": (1, width) for group in arenas.state_groups for name, width in widths_of_states.items()},
+        "guesses": (lines, limits.max_guesses),
+        "first_guess": (1, lines),
+        "applied": (len(arenas.state_groups), seqs),
+        "room": (1, on_device),
+        "read": (1, on_device),
+    }
 
 
-def _table_size(rows: int, width: int) -> int:
+def _table_size(shape: tuple[int, int]) -> int:
+    rows, width = shape
     return -(-rows * width // _ALIGNMENT) * _ALIGNMENT
