@@ -131,22 +131,22 @@ def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> 
     given = raw.get("architectures") or []
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise InvalidModelConfig(f"config.json: 'architectures' must be a list of names, not {given!r}")
-    inside: dict[str, dict[str, ConfigRules]] = {}  # multimodal architecture -> model_type of its text part -> rules
+    multimodal: dict[str, dict[str, ConfigRules]] = {}  # architecture -> model_type of its text part -> rules
     for rules in architectures.values():
-        for name, of_text in rules.inside.items():
-            inside.setdefault(name, {})[of_text] = rules
+        for name, model_type in rules.multimodal.items():
+            multimodal.setdefault(name, {})[model_type] = rules
     for name in given:
         if name in architectures:
             return architectures[name], False
-        if name in inside:
+        if name in multimodal:
             kind = _text_config(raw).get("model_type")
-            if kind not in inside[name]:
+            if kind not in multimodal[name]:
                 raise UnsupportedModel(
                     f"config.json: a text_config of model_type {kind!r} is not supported in {name}, only "
-                    f"{', '.join(sorted(inside[name]))}"
+                    f"{', '.join(sorted(multimodal[name]))}"
                 )
-            return inside[name][kind], True
-    raise UnsupportedArchitecture(given, [*architectures, *inside])
+            return multimodal[name][kind], True
+    raise UnsupportedArchitecture(given, [*architectures, *multimodal])
 
 
 def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, Any]:

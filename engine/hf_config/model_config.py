@@ -116,7 +116,7 @@ class ConfigRules:
 
     architecture: str  # its name in `architectures` of config.json
     # Multimodal architectures whose text model is of this architecture, with the `model_type` of their text_config.
-    inside: Mapping[str, str] = field(default_factory=dict)
+    multimodal: Mapping[str, str] = field(default_factory=dict)
     cache: Callable[[ModelConfig, int], LayerCaches]  # what the layer with this index caches
     # Defaults of `transformers` for missing keys, if they differ between families or from the meaning of null.
     defaults: Mapping[str, Any] = field(default_factory=dict)

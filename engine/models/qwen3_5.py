@@ -66,7 +66,7 @@ DRAFT_RULES = DraftRules(
 
 FAMILY = Family(
     architecture="Qwen3_5ForCausalLM",
-    inside={"Qwen3_5ForConditionalGeneration": "qwen3_5_text"},
+    multimodal={"Qwen3_5ForConditionalGeneration": "qwen3_5_text"},
     layer=Qwen35Layer,
     cache=keys_and_values_or_states,
     attention=AttentionForm(qk_norm=QKNorm.HEAD, gated=True),
