@@ -67,7 +67,7 @@ def build_engine(
     """
     assert member.tp_rank == 0, "ranks that do not schedule follow"
     phases = Phases()
-    with loaded_member(config, member, phases) as loaded:
+    with start_member(config, member, phases) as loaded:
         with phases("connect"):
             connector = connect(loaded.region) if connect else None
             tiers = open_tiers(loaded.region) if open_tiers else None
@@ -112,7 +112,7 @@ def follow(config: EngineConfig, member: Member, connect: Callable[[CacheRegion]
     """
     assert member.tp_rank > 0, "the rank that schedules is built"
     phases = Phases()
-    with loaded_member(config, member, phases) as loaded:
+    with start_member(config, member, phases) as loaded:
         with phases("connect"):
             connected = connect(loaded.region) if connect else None
         with phases("warm_up"):
@@ -169,10 +169,10 @@ def _start_up_frozen() -> Iterator[None]:
 
 
 @contextmanager
-def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Iterator[LoadedMember]:
-    """Load this rank's part of the model. A failure here or in the `with` block is reported to the other ranks.
+def start_member(config: EngineConfig, member: Member, phases: Phases) -> Iterator[LoadedMember]:
+    """Join the group, and load this rank's part of the model.
 
-    Raises what `build_engine` raises.
+    A failure here or in the `with` block is reported to the other ranks. Raises what `build_engine` raises.
     """
     with phases("config"):
         _require_group_size(config, member)

@@ -61,8 +61,8 @@ class CpuStartup:
     def make_runner(self, model: CausalLM, arenas: Sequence[torch.Tensor], max_model_len: int) -> Runner:
         context = self._context
         limits = step_limits(context.config, self._steps, max_model_len)
-        caches, backend = context.arenas(arenas, self.allocate, limits), CpuBackend(CpuShapes(limits))
-        runner = ModelRunner(model, caches, backend, limits, context.model_config.vocab_size, self._draft_model)
+        cache_arenas, backend = context.cache_arenas(arenas, self.allocate, limits), CpuBackend(CpuShapes(limits))
+        runner = ModelRunner(model, cache_arenas, backend, limits, context.model_config.vocab_size, self._draft_model)
         if context.groups == ALL_ALONE:  # no recording if ranks wait for each other within a step
             runner.capture()
         warm_up(runner)

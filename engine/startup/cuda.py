@@ -152,8 +152,8 @@ class CudaStartup:
         self, model: Model, draft_model: DraftModel | None, arenas: Sequence[torch.Tensor], limits: StepLimits
     ) -> ModelRunner:
         backend = CudaBackend(self._stream, self._shapes(limits), self._dtype)
-        caches = self._context.arenas(arenas, self.allocate, limits)
-        return ModelRunner(model, caches, backend, limits, self._context.model_config.vocab_size, draft_model)
+        cache_arenas = self._context.cache_arenas(arenas, self.allocate, limits)
+        return ModelRunner(model, cache_arenas, backend, limits, self._context.model_config.vocab_size, draft_model)
 
     def _limits(self, max_model_len: int) -> StepLimits:
         return step_limits(self._context.config, self._steps, max_model_len)

@@ -31,7 +31,7 @@ from .step_sizes import StepSizes
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank is started with: arguments, model config, device, and the groups that it computes with."""
+    """The arguments, model config, device and groups with which a rank is started."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -57,10 +57,10 @@ class RankContext:
         total: int = torch.cuda.get_device_properties(self.device).total_memory
         return total
 
-    def arenas(
+    def cache_arenas(
         self, tensors: Sequence[torch.Tensor], allocate: Callable[[int], torch.Tensor], limits: StepLimits
     ) -> CacheArenas:
-        """Return the arenas of a runner: the blocks of each cache group, and memory for the inputs of drafts."""
+        """Return a runner's arenas: the blocks of each cache group in `tensors`, and memory for inputs of drafts."""
         rank, size = self.member.tp_rank, self.member.tensor_parallel_size
         draft_inputs = allocate_draft_inputs(allocate, self.model_config, limits, rank, size)
         return CacheArenas(tensors, self.caches.of_model, draft_inputs)
