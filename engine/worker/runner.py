@@ -78,7 +78,7 @@ class ModelRunner:
             self.current.set(batch, shape)
             self.inputs.set(batch, shape)
             self.writes.flush()
-            self.outputs.make_room()
+            self.outputs.free_page()
             hidden = self.captured.run(shape, ranks)
             self.step.draw(batch, shape, hidden)
             logprobs = self.processors.logprobs(batch, self.step, hidden)

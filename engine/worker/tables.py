@@ -113,8 +113,8 @@ class RowTables:
 
     With drafts, a state is that after the first `applied[g][row]` tokens: fewer than are computed if drafts were
     accepted (`kernels.state_batch.Replay`). `guesses[row]`, made by the host or the device, are those of the row's
-    tokens from index `first_guess[row]` on. If the device makes guesses, `room[row]` is the number of tokens that the
-    row's blocks hold, and `read[row]` the number of tokens that a draft model has read.
+    tokens from index `first_guess[row]` on. If the device makes guesses, `capacity[row]` is the number of tokens that
+    the row's blocks hold, and `read[row]` the number of tokens that a draft model has read.
     """
 
     def __init__(self, memory: Tensor, writes: TableWrites, limits: StepLimits, arenas: CacheArenas) -> None:
@@ -136,7 +136,7 @@ class RowTables:
         self.rows, self.samples = tables["rows"], tables["samples"]
         self.query_start, self.draw_start = tables["query_start"], tables["draw_start"]
         self.guesses, self.first_guess = tables["guesses"], tables["first_guess"]
-        self.room, self.read = tables["room"], tables["read"]
+        self.capacity, self.read = tables["capacity"], tables["read"]
         self._applied = tables["applied"]
         self.applied = dict(zip(state_groups, self._applied.tensor, strict=True))
         self.states = {
@@ -146,7 +146,7 @@ class RowTables:
         self.rows.tensor.fill_(-1)
         self.step = StepTables(self.tokens.tensor, self.blocks, self.computed.tensor[0], BLOCK_SIZE)
         self._num_rows = limits.max_num_seqs
-        self._tells_room = limits.guesses_on_device
+        self._writes_capacity = limits.guesses_on_device
         self._num_blocks = [[0] * limits.max_num_seqs for _ in range(num_groups)]  # length of each row's block tables
         self.state_slots = {group: [list[int]() for _ in range(limits.max_num_seqs)] for group in state_groups}
 
@@ -185,8 +185,8 @@ class RowTables:
         add(self.computed.address(0, row), [start.num_computed])
         for number in range(len(self.applied)):
             add(self._applied.address(number, row), [start.num_computed])
-        if self._tells_room:
-            add(self.room.address(0, row), [self._room_of(row)])
+        if self._writes_capacity:
+            add(self.capacity.address(0, row), [self._capacity_of(row)])
             add(self.read.address(0, row), [start.num_computed])
 
     def append_blocks(self, chunks: Sequence[Chunk]) -> None:
@@ -206,13 +206,13 @@ class RowTables:
                     blocks.append(new[0])
                 elif new:
                     self._writes.add(address, new)
-            if self._tells_room:
-                addresses.append(self.room.address(0, chunk.row))
-                blocks.append(self._room_of(chunk.row))
+            if self._writes_capacity:
+                addresses.append(self.capacity.address(0, chunk.row))
+                blocks.append(self._capacity_of(chunk.row))
         if addresses:
             self._writes.add_singles(addresses, blocks)
 
-    def _room_of(self, row: int) -> int:
+    def _capacity_of(self, row: int) -> int:
         """Return how many tokens a row's blocks can hold in every group of token blocks."""
         kept = (counts[row] for group, counts in enumerate(self._num_blocks) if group not in self.state_slots)
         return BLOCK_SIZE * min(kept)
@@ -255,7 +255,7 @@ def _table_shapes(limits: StepLimits, arenas: CacheArenas) -> dict[str, tuple[in
         "guesses": (lines, limits.max_guesses),
         "first_guess": (1, lines),
         "applied": (len(arenas.state_groups), seqs),
-        "room": (1, on_device),
+        "capacity": (1, on_device),
         "read": (1, on_device),
     }
 

@@ -49,7 +49,7 @@ class Fence:
         self._behind: dict[int, list[tuple[int, list[int]]]] = {}  # given up behind windows: the group and its blocks
 
     @property
-    def has_waiting_requests(self) -> bool:
+    def has_retired_requests(self) -> bool:
         """True while some request's rows and blocks wait for a step in flight, so that room is about to come free."""
         return bool(self._retired)
 

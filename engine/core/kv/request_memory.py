@@ -185,7 +185,7 @@ class RequestMemory:
                 return Shortage(request.priority, starts, pool, pool.num_dropped + num_lacking)
         return None
 
-    def lasts(self, shortage: Shortage, request: Request) -> bool:
+    def shortage_persists(self, shortage: Shortage, request: Request) -> bool:
         """Return whether a request still has a shortage, whoever has released blocks or begun to share them since."""
         if shortage.pool.num_dropped >= shortage.most_dropped or shortage.priority != request.priority:
             return False

@@ -58,8 +58,7 @@ class RunningRequests:
         return self._fence.rows.num_free
 
     @property
-    def has_room(self) -> bool:
-        """True if a row is free."""
+    def has_free_row(self) -> bool:
         return self._fence.rows.num_free > 0
 
     @property
@@ -187,11 +186,11 @@ class RunningRequests:
 
         If held or arriving KV takes so much that the head would not fit all the same, nothing is preempted.
         """
-        if self._fence.has_waiting_requests or not (self.has_room or head.awaits_transfer):
+        if self._fence.has_retired_requests or not (self.has_free_row or head.awaits_transfer):
             return
         if not self._by_queue_key or self._by_queue_key[-1].priority <= head.priority:
             return
-        if self._shortage is not None and self._memory.lasts(self._shortage, head):
+        if self._shortage is not None and self._memory.shortage_persists(self._shortage, head):
             return
         self._shortage = None
         if self._memory.fits(head):
@@ -203,7 +202,7 @@ class RunningRequests:
         preemptible = [each for each in lower if self._is_preemptible(each)]
         if len(preemptible) < len(lower) and self._memory.shortage(head, without=preemptible) is not None:
             return
-        while preemptible and not self._fence.has_waiting_requests and not self._memory.fits(head):
+        while preemptible and not self._fence.has_retired_requests and not self._memory.fits(head):
             self.preempt(preemptible.pop())
 
     def _is_preemptible(self, request: Request) -> bool:
@@ -232,7 +231,7 @@ class RunningRequests:
 
     def _will_get_blocks(self, request: Request) -> bool:
         """Return whether blocks that the request lacks are on their way back: for a step in flight, or a reader."""
-        if self._fence.has_waiting_requests or self._transfers.has_withdrawn_offers:
+        if self._fence.has_retired_requests or self._transfers.has_withdrawn_offers:
             return True
         return all(self._fence.will_release_blocks(group) for group in self._memory.dry_groups(request))
 

@@ -104,7 +104,7 @@ class Guesser(abc.ABC):
         """Return the caches of a step with one token for each row, or with none for a row that has no block for it."""
         tables, limits = self._parts.tables, self._parts.limits
         num_seqs, some_rows = len(rows), rows.clamp(min=0).long()
-        has_block = (rows >= 0) & (positions < tables.room.tensor[0, some_rows].clamp(max=limits.max_model_len))
+        has_block = (rows >= 0) & (positions < tables.capacity.tensor[0, some_rows].clamp(max=limits.max_model_len))
         positions = torch.where(has_block, positions, 0).long()
         seq_lens = torch.where(has_block, positions + 1, 0)
         placed = _Placed(some_rows, self._numbers[: num_seqs + 1], seq_lens, some_rows, positions, has_block)
