@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from .block_log import BlockLog
-from .config import EngineCoreConfig, InvalidEngineCoreConfig
+from .config import EngineCoreConfig
 from .connector import KVConnector
 from .grammar import GrammarSource
 from .lockstep import EMPTY_STEP, Lockstep
@@ -29,8 +29,6 @@ from .scheduling.scheduler import Scheduler
 from .speculation.drafter import Drafter
 from .step import PendingStep, Runner
 from .tiers import KVTiers
-
-__all__ = ["EngineCore", "EngineCoreConfig", "EngineFailed", "InvalidEngineCoreConfig"]
 
 
 class EngineFailed(Exception):

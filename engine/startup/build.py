@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from baton.kernels.compiler import Compiler, start_compiler
 
 from ..config import EngineConfig, InvalidEngineConfig
+from ..core.config import EngineCoreConfig
 from ..core.connector import KVConnector
-from ..core.engine import EngineCore, EngineCoreConfig
+from ..core.engine import EngineCore
 from ..core.layout import BLOCK_SIZE, CacheLayout
 from ..core.regions import CacheRegion
 from ..core.requests.drafting import make_drafting

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.core.config import CacheGroupConfig
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
+from baton.engine.core.engine import EngineCore
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.requests.drafting import Drafting
 from baton.engine.hf_config.model_config import ModelConfig

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.core.config import CacheGroupConfig
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
+from baton.engine.core.engine import EngineCore
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model
 from baton.engine.worker.backends import Backend

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from baton.engine import LLM, SamplingParams
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.config import EngineCoreConfig
+from baton.engine.core.engine import EngineCore
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.layers import mlp

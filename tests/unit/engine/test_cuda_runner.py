@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from baton.engine import SamplingParams
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.config import EngineCoreConfig
+from baton.engine.core.engine import EngineCore
 from baton.engine.core.grammar import GrammarSource
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.messages import EngineRequest, ErrorKind
