@@ -18,21 +18,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from .block_log import BlockLog
-from .config import EngineCoreConfig, InvalidEngineCoreConfig
+from .config import EngineCoreConfig
 from .connector import KVConnector
 from .grammar import GrammarSource
 from .lockstep import EMPTY_STEP, Lockstep
-from .messages import EngineOutput, EngineRequest, EngineStats, ExpertReview
+from .messages import EngineOutput, EngineRequest, EngineStats
 from .requests.drafting import Drafting
 from .scheduling.scheduler import Scheduler
 from .speculation.drafter import Drafter
 from .step import PendingStep, Runner
 from .tiers import KVTiers
-
-__all__ = ["EngineCore", "EngineCoreConfig", "EngineFailed", "InvalidEngineCoreConfig"]
 
 
 class EngineFailed(Exception):
@@ -52,8 +48,7 @@ class EngineCore:
         runner: Runner,
         connector: KVConnector | None = None,
         *,
-        late_compilations: Callable[[], int] | None = None,
-        expert_review: Callable[[], ExpertReview] | None = None,
+        add_runner_stats: Callable[[EngineStats], EngineStats] | None = None,
         lockstep: Lockstep | None = None,
         tiers: KVTiers | None = None,
         grammars: GrammarSource | None = None,
@@ -62,14 +57,12 @@ class EngineCore:
     ) -> None:
         """Create an engine. With a `lockstep`, it is one of several that run their steps together.
 
-        `late_compilations` returns the number of kernels compiled since the runner was ready, `expert_review` how
-        evenly experts are used; both are for `stats`.
+        `add_runner_stats` returns the `stats` with what only the runner's side knows.
         """
         self.config = config
         self._lockstep = lockstep
         self.runner = runner
-        self._late_compilations = late_compilations
-        self._expert_review = expert_review
+        self._add_runner_stats = add_runner_stats
         self.scheduler = Scheduler(config, connector, tiers=tiers, grammars=grammars, drafting=drafting, clock=clock)
         self._pending: deque[PendingStep] = deque()
         self._failure: Exception | None = None
@@ -117,11 +110,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()
-        if self._late_compilations is not None:
-            stats = msgspec.structs.replace(stats, num_late_compilations=self._late_compilations())
-        if self._expert_review is not None:
-            stats = msgspec.structs.replace(stats, experts=self._expert_review())
-        return stats
+        return stats if self._add_runner_stats is None else self._add_runner_stats(stats)
 
     def step(self) -> list[EngineOutput]:
         """Launch the next step. Returns the outputs of the oldest one, if `depth` steps are in flight.

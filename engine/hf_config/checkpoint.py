@@ -184,11 +184,15 @@ def _read_index(folder: Path) -> dict[str, Path]:
         raise WeightsError(f"{folder} has no {absent_file(path)}: {FETCH_AGAIN}")
     if not path.is_file():
         return {}
+    return {name: folder / file for name, file in read_weight_map(path).items()}
+
+
+def read_weight_map(path: Path) -> Mapping[str, str]:
+    """Return the file name of each tensor from an index file. Raises `WeightsError`."""
     try:
-        files = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
     except msgspec.DecodeError as error:
         raise WeightsError(f"{path} is not an index of safetensors files: {error}") from error
-    return {name: folder / file for name, file in files.items()}
 
 
 def _files(folder: Path, index: Mapping[str, Path]) -> list[Path]:

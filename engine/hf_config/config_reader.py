@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -46,57 +46,65 @@ _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", 
 
 
 def read_config(
-    path: str | Path,
-    architectures: Mapping[str, ConfigRules],
+    architectures: Callable[[], Mapping[str, ConfigRules]],
+    folder: str | Path,
     *,
-    dtype: str,
-    max_model_len: int | None,
-    load_format: str,
-    kv_cache_dtype: str,
-    seed: int,
-    window_caches: bool,
-    drafts: bool,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    load_format: str = "auto",
+    kv_cache_dtype: str = "auto",
+    seed: int = 0,
+    window_caches: bool = False,
+    drafts: bool = False,
 ) -> ModelConfig:
-    """Read a model's folder by the rules of its architecture; see `engine.models.load_config`."""
+    """Return the configuration of the checkpoint in `folder`, read by the rules of its architecture.
+
+    `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the KV cache.
+    `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times as
+    many. `load_format` "auto" and "safetensors" load the weights in the folder; "dummy" draws random weights from
+    `seed` and needs only config.json. With `window_caches`, layers with a window cache only the tokens in it. With
+    `drafts`, the model's first draft layer is loaded and run, too, or all of them if each drafts one token. Raises
+    `ModelError`.
+    """
     _require_choice("load_format", load_format, LOAD_FORMATS)
     _require_choice("dtype", dtype, ("auto", *DTYPES))
     _require_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-    folder = ModelFolder.open(Path(path), with_weights=load_format != "dummy")
-    rules, is_text_part = _rules(folder.config, architectures)
+    files = ModelFolder.open(Path(folder), with_weights=load_format != "dummy")
+    rules, is_text_part = _rules(files.config, architectures())
     if is_text_part:
-        folder = text_part(folder)
-    given = {rules.key_names.get(name, name): value for name, value in folder.config.items()}
+        files = text_part(files)
+    given = {rules.key_names.get(name, name): value for name, value in files.config.items()}
     if given.get("rope_parameters") is None:  # null stands for the family's own, as in transformers
         given.pop("rope_parameters", None)
     keys = Keys("config.json", {**rules.defaults, **given})
-    computed = _computed(folder, rules, keys)
-    computed_in = _dtype(dtype, keys, folder.checkpoint)
+    computed = _computed(files, rules, keys)
+    computed_in = _dtype(dtype, keys, files.checkpoint)
     max_positions = keys.integer("max_position_embeddings")
     max_model_len = _max_model_len(max_model_len, computed["rope"], max_positions)
     for name in ("rope", "window_rope"):
         if computed[name] is not None:
             computed[name] = computed[name].at_length(max_model_len, _rotary_dim(computed))
     config = ModelConfig(
-        folder=folder.path,
+        folder=files.path,
         rules=rules,
         **computed,
-        **_cached(kv_cache_dtype, computed_in, folder.checkpoint, computed["latent"]),
+        **_cached(kv_cache_dtype, computed_in, files.checkpoint, computed["latent"]),
         num_draft_layers=_num_draft_layers(keys),
         dtype=computed_in,
         max_model_len=max_model_len,
-        eos_token_ids=read_eos_token_ids(folder, keys.values, computed["vocab_size"]),
-        generation=read_generation(folder.generation),
+        eos_token_ids=read_eos_token_ids(files, keys.values, computed["vocab_size"]),
+        generation=read_generation(files.generation),
         load_format=load_format,
         seed=seed,
         window_caches=window_caches,
-        identity=identity_of(computed, folder.checkpoint, seed),
+        identity=identity_of(computed, files.checkpoint, seed),
         is_text_part=is_text_part,
     )
     if not drafts:
         return config
-    config = config.with_drafts()
-    if folder.checkpoint is not None:
-        _require_draft_layers(config, folder.checkpoint)
+    config = config.with_draft_layers()
+    if files.checkpoint is not None:
+        _require_draft_layers(config, files.checkpoint)
     return config
 
 
@@ -105,7 +113,7 @@ def _require_draft_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
     rules = config.rules.draft
     if rules is None:
         return
-    for number in range(config.drafts):
+    for number in range(config.num_run_draft_layers):
         path = rules.path(config, number)
         if not any(name.startswith(f"{path}.") for name in checkpoint.entries):
             raise UnsupportedModel(
@@ -123,22 +131,22 @@ def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> 
     given = raw.get("architectures") or []
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise InvalidModelConfig(f"config.json: 'architectures' must be a list of names, not {given!r}")
-    inside: dict[str, dict[str, ConfigRules]] = {}  # multimodal architecture -> model_type of its text part -> rules
+    multimodal: dict[str, dict[str, ConfigRules]] = {}  # architecture -> model_type of its text part -> rules
     for rules in architectures.values():
-        for name, of_text in rules.inside.items():
-            inside.setdefault(name, {})[of_text] = rules
+        for name, model_type in rules.multimodal.items():
+            multimodal.setdefault(name, {})[model_type] = rules
     for name in given:
         if name in architectures:
             return architectures[name], False
-        if name in inside:
+        if name in multimodal:
             kind = _text_config(raw).get("model_type")
-            if kind not in inside[name]:
+            if kind not in multimodal[name]:
                 raise UnsupportedModel(
                     f"config.json: a text_config of model_type {kind!r} is not supported in {name}, only "
-                    f"{', '.join(sorted(inside[name]))}"
+                    f"{', '.join(sorted(multimodal[name]))}"
                 )
-            return inside[name][kind], True
-    raise UnsupportedArchitecture(given, [*architectures, *inside])
+            return multimodal[name][kind], True
+    raise UnsupportedArchitecture(given, [*architectures, *multimodal])
 
 
 def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, Any]:

@@ -22,10 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
-
-from .checkpoint import INDEX_FILE, SINGLE_FILE
-from .errors import HubUnreachable, ModelNotFetched
+from .checkpoint import INDEX_FILE, SINGLE_FILE, read_weight_map
+from .errors import HubUnreachable, ModelNotFetched, WeightsError
 from .folder import MODELOPT_FILE
 
 logger = logging.getLogger(__name__)
@@ -146,13 +144,9 @@ def _weight_files(folder: Path) -> Sequence[str]:
     if not index.is_file():
         return (SINGLE_FILE,) if (folder / SINGLE_FILE).is_file() else ()
     try:
-        return sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
-    except msgspec.DecodeError as error:
-        raise ModelNotFetched(f"{index} is not an index of safetensors files: {error}") from error
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
+        return sorted(set(read_weight_map(index).values()))
+    except WeightsError as error:
+        raise ModelNotFetched(str(error)) from error
 
 
 def _download(

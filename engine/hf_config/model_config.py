@@ -116,7 +116,7 @@ class ConfigRules:
 
     architecture: str  # its name in `architectures` of config.json
     # Multimodal architectures whose text model is of this architecture, with the `model_type` of their text_config.
-    inside: Mapping[str, str] = field(default_factory=dict)
+    multimodal: Mapping[str, str] = field(default_factory=dict)
     cache: Callable[[ModelConfig, int], LayerCaches]  # what the layer with this index caches
     # Defaults of `transformers` for missing keys, if they differ between families or from the meaning of null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class ModelConfig:
     window_rope: Rope | None  # the rope of layers with a window; None: `rope`
     moe: ExpertsConfig | None  # None: every feed-forward layer is dense
     num_draft_layers: int  # number of draft layers in the checkpoint
-    drafts: int = 0  # how many draft layers are loaded and run: as layers `num_layers`, `num_layers` + 1, ...
+    num_run_draft_layers: int = 0  # draft layers that are loaded and run: as layers `num_layers`, `num_layers` + 1, ...
     draft_model: ModelConfig | None = None  # a smaller model or an EAGLE-3 head, which drafts tokens for this model
     eagle3: Eagle3Shape | None = None  # None: this is no EAGLE-3 head
     quantization: Quantization | None  # None: plain weights
@@ -218,14 +218,14 @@ class ModelConfig:
         if head is not None:
             return head.layers
         rules = self.rules.draft
-        return (self.num_layers,) if self.drafts and rules is not None and rules.reads_total else ()
+        return (self.num_layers,) if self.num_run_draft_layers and rules is not None and rules.reads_total else ()
 
     @property
     def num_run_layers(self) -> int:
         """The number of decoder layers, including the draft layers that are run."""
-        return self.num_layers + self.drafts
+        return self.num_layers + self.num_run_draft_layers
 
-    def with_drafts(self) -> ModelConfig:
+    def with_draft_layers(self) -> ModelConfig:
         """Return the same config with the first draft layer, or with all of them if each drafts one token.
 
         Raises `UnsupportedModel`.
@@ -240,7 +240,7 @@ class ModelConfig:
         is_sparse = moe is not None and any(moe.sparse_layers) and not rules.is_dense
         return replace(
             self,
-            drafts=count,
+            num_run_draft_layers=count,
             layer_windows=(*self.layer_windows, *[window] * count),
             moe=moe and replace(moe, sparse_layers=(*moe.sparse_layers, *[is_sparse] * count)),
             linear=linear and replace(linear, layers=(*linear.layers, *[False] * count)),

@@ -40,9 +40,8 @@ class StateCache:
 
     batch: StateBatch
     slots: Tensor  # bytes [num_slots, slot_bytes], see `core.layout.StateLayout`
-    drafts: Tensor | None = (
-        None  # bytes [places, place_bytes], see `ModelConfig.draft_inputs`; None: decodes have no drafts
-    )
+    # Bytes [places, place_bytes], see `ModelConfig.draft_inputs`; None: decodes have no drafts.
+    draft_inputs: Tensor | None = None
 
 
 @dataclass(frozen=True)

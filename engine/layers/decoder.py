@@ -132,16 +132,6 @@ class CausalLM(Layer):
         return self.model.norm.weight.data.device
 
     @property
-    def num_heads(self) -> int:
-        """The number of query heads on this rank."""
-        return self._attention[0].num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        """The number of KV heads in this rank's cache."""
-        return self._attention[0].num_kv_heads
-
-    @property
     def ignored_tensors(self) -> tuple[str, ...]:
         """Patterns of checkpoint tensors that are not loaded.
 
@@ -161,13 +151,6 @@ class CausalLM(Layer):
         self._cos_sin = tuple(cos_sin_table(each, length, device) for each in self.config.rotations)
         if growth is not None and length > growth.every:
             self._query_factors = query_factors(growth, length).to(device, dtype)
-
-    def prepare(self, caches: Sequence[GroupCache | StateCache]) -> tuple[GroupCache | StateCache, ...]:
-        """Return the caches with the attention kernels' plan of this step, made once for each cache group."""
-        return tuple(
-            replace(cache, batch=self._attention[group].prepare(cache)) if isinstance(cache, GroupCache) else cache
-            for group, cache in enumerate(caches)
-        )
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
@@ -223,8 +206,12 @@ class CausalLM(Layer):
         return hidden, torch.cat(inputs, dim=1)
 
     def _context(self, caches: Sequence[GroupCache | StateCache]) -> LayerContext:
+        """Return the inputs of all layers, with the attention kernels' plan of this step for each cache group."""
         assert self._cos_sin is not None, "allocate() comes before the first step"
-        prepared = self.prepare(caches)
+        prepared = tuple(
+            replace(cache, batch=self._attention[group].prepare(cache)) if isinstance(cache, GroupCache) else cache
+            for group, cache in enumerate(caches)
+        )
         factors = self._query_factors
         if factors is not None:
             batch = next(cache.batch for cache in prepared if isinstance(cache, GroupCache))
@@ -238,17 +225,17 @@ class CausalLM(Layer):
         hidden: Tensor,
         caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
-        of_ranks: tuple[int, ...] | None = None,
+        ranks: RankRows | None = None,
         number: int = 0,
     ) -> DraftStates:
         """Run draft layer `number` on `hidden` [T, hidden], the states of all tokens of a step, and on `token_ids` [T].
 
         `token_ids[i]` is the token `number` + 1 positions after the one that `hidden[i]` belongs to. Returns the states
         of the `wanted` [R] int64 tokens, or of all; `logits` of the normed ones predict the token after `token_ids[i]`.
-        Writes the keys and values of all T tokens into `caches`. In lockstep, `of_ranks` has R of each data-parallel
+        Writes the keys and values of all T tokens into `caches`. In lockstep, `ranks.seqs` has R of each data-parallel
         rank; None: the same on all.
         """
-        context = replace(self._context(caches), rows_of_ranks=of_ranks)
+        context = replace(self._context(caches), rows_of_ranks=None if ranks is None else ranks.seqs)
         return self.draft_heads[number](self.model.embed_tokens(token_ids), hidden, context, wanted)
 
     @torch.inference_mode()
@@ -257,16 +244,12 @@ class CausalLM(Layer):
 
         They are float32 on a CPU, else of the model's dtype, and written to `out` (of the model's dtype) if given.
         """
-        logits, factor, cap = (
-            self.lm_head.logits(hidden, out=out),
-            self.config.scales.logit,
-            self.config.scales.logit_cap,
-        )
+        scales, logits = self.config.scales, self.lm_head.logits(hidden, out=out)
         if logits.is_cpu:
             logits = logits.float()
-        if factor != 1.0:
-            logits.mul_(factor)
-        return logits if cap is None else soft_cap(logits, cap)
+        if scales.logit != 1.0:
+            logits.mul_(scales.logit)
+        return logits if scales.logit_cap is None else soft_cap(logits, scales.logit_cap)
 
 
 def _one_of_each_group(layers: Sequence[DecoderLayer]) -> tuple[SelfAttention, ...]:

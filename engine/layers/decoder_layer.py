@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Branch:
-    """behind(mlp(before(x))): one of several feed-forward layers side by side."""
+    """after(mlp(before(x))): one of several feed-forward layers side by side."""
 
     mlp: FeedForward
     before: RMSNorm
-    behind: RMSNorm
+    after: RMSNorm
 
 
 class LayerStep:
@@ -33,8 +33,8 @@ class LayerStep:
 
     step.attend(self.self_attn, before=norm)         x = x + attention(norm(x))
     step.attend(self.mamba, self.self_attn, ...)     x = x + mamba(norm(x)) + attention(norm(x))
-    step.feed_forward(self.mlp, behind=norm)         x = x + norm(mlp(x))
-    step.feed_forward_side_by_side(b1, b2, behind=norm)    x = x + norm(b1(x) + b2(x)), each a `Branch`
+    step.feed_forward(self.mlp, after=norm)          x = x + norm(mlp(x))
+    step.feed_forward_side_by_side(b1, b2, after=norm)    x = x + norm(b1(x) + b2(x)), each a `Branch`
     """
 
     def __init__(self, stream: ResidualStream, context: LayerContext, wanted: Tensor | None = None) -> None:
@@ -44,40 +44,40 @@ class LayerStep:
         self._wanted = wanted
         self._rows = TokenRows(context.slots, context.rows_of_ranks, context.layer_inputs)
 
-    def attend(self, *mixers: TokenMixer, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
-        """Add `behind(mixer(before(x)))` to the stream. Several mixers read the same x; their outputs are summed."""
+    def attend(self, *mixers: TokenMixer, before: RMSNorm | None = None, after: RMSNorm | None = None) -> None:
+        """Add `after(mixer(before(x)))` to the stream. Several mixers read the same x; their outputs are summed."""
         assert before is not None or len(mixers) == 1, "several mixers do not read what they add to"
         stream, wanted = self._stream, self._wanted
         x, norm = stream.read(before)
         if len(mixers) > 1 and norm is not None:  # norm once for all mixers, into a tensor that none of them adds to
             x, norm = norm(x), None
         self._keep_wanted()
-        result = stream.target if behind is None else None
+        result = stream.target if after is None else None
         for mixer in mixers:
             result = mixer(x, self._context, wanted, norm=norm, add_to=result)
         assert result is not None, "a layer attends by a mixer"
-        stream.take(result, behind)
+        stream.take(result, after)
 
-    def feed_forward(self, mlp: FeedForward, *, before: RMSNorm | None = None, behind: RMSNorm | None = None) -> None:
-        """Add `behind(mlp(before(x)))` to the stream."""
+    def feed_forward(self, mlp: FeedForward, *, before: RMSNorm | None = None, after: RMSNorm | None = None) -> None:
+        """Add `after(mlp(before(x)))` to the stream."""
         stream, wanted = self._stream, self._wanted
         x, norm = stream.read(before)
         if wanted is not None:  # the layer has no attention
             x = rows_at(x, wanted)
             self._keep_wanted()
-        add_to = stream.target if behind is None else None
-        stream.take(mlp(x, self._rows, norm=norm, add_to=add_to), behind)
+        add_to = stream.target if after is None else None
+        stream.take(mlp(x, self._rows, norm=norm, add_to=add_to), after)
 
-    def feed_forward_side_by_side(self, *branches: Branch, behind: RMSNorm) -> None:
+    def feed_forward_side_by_side(self, *branches: Branch, after: RMSNorm) -> None:
         """Add the norm of the sum of the branches' outputs to the stream. Called after the layer's attention."""
-        assert self._wanted is None, "tokens that go no further have left behind attention"
+        assert self._wanted is None, "attention comes first, and drops the tokens that are not wanted"
         x, _ = self._stream.read(None)
         total: Tensor | None = None
         for branch in branches:
-            result = branch.behind(branch.mlp(x, self._rows, norm=branch.before.of_rows))
+            result = branch.after(branch.mlp(x, self._rows, norm=branch.before.of_rows))
             total = result if total is None else total.add_(result)
         assert total is not None, "there are branches"
-        self._stream.take(total, behind)
+        self._stream.take(total, after)
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply the stream by a factor [1]."""

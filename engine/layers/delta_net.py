@@ -106,7 +106,7 @@ class GatedDeltaNet(DeltaMixer):
         wide, gates = (shape.conv_channels, shape.value_width), (shape.num_value_heads,) * 2
         qkv, z, b, a = self._project(hidden, norm, wide, gates)
         tail, state = self._states.slots(cache.slots)
-        kept = self._states.drafts(cache.drafts)
+        kept = self._states.draft_inputs(cache.draft_inputs)
         qkv = causal_conv(qkv, self.conv1d.filters, tail, cache.batch, drafts=kept[0] if kept else None)
         q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
         out = gated_delta(

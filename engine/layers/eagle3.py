@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.engine.hf_config.model_config import Eagle3Shape, ModelConfig
 
 from .attention import Attention, GroupCache, LayerContext, StateCache
-from .base import Layer, Parameter, Slot, TokenRows, join, rows_at
+from .base import Layer, Parameter, RankRows, Slot, TokenRows, join, rows_at
 from .draft_head import DraftStates
 from .embedding import Embedding, Head
 from .linear import Linear
@@ -104,13 +104,13 @@ class Eagle3Head(Layer):
         hidden: Tensor,
         caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
-        of_ranks: tuple[int, ...] | None = None,
+        ranks: RankRows | None = None,
         number: int = 0,
     ) -> DraftStates:
         """Return draft states, as `CausalLM.draft` does.
 
         `hidden` [T, ...] is the concatenated inputs of several of the model's layers, or the head's own states from the
-        previous draft step. `of_ranks` is ignored: each data-parallel rank has a whole head.
+        previous draft step. `ranks` is ignored: each data-parallel rank has a whole head.
         """
         assert self._cos_sin is not None, "allocate() comes before the first step"
         (cache,) = caches

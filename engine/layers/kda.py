@@ -85,7 +85,7 @@ class KimiDeltaAttention(DeltaMixer):
         small = (self._rank, self._rank, shape.num_value_heads)
         qkv, decays, gates, beta = self._project(hidden, norm, (shape.conv_channels,), small)
         tail, state = self._states.slots(cache.slots)
-        kept = self._states.drafts(cache.drafts)
+        kept = self._states.draft_inputs(cache.draft_inputs)
         qkv = causal_conv(qkv, self.conv.filters, tail, cache.batch, drafts=kept[0] if kept else None)
         q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
         per_dim = (shape.num_key_heads, shape.key_dim)

@@ -89,7 +89,7 @@ class Mamba2(TokenMixer):
         projected = self.in_proj(hidden, norm=norm)
         z, xbc, dt = projected.split([shape.width, shape.conv_channels, shape.num_heads], dim=1)
         tail, state = self._states.slots(cache.slots)
-        kept = self._states.drafts(cache.drafts)
+        kept = self._states.draft_inputs(cache.draft_inputs)
         xbc = causal_conv(
             xbc, self.conv1d.filters, tail, cache.batch, bias=self.conv1d.shift, drafts=kept[0] if kept else None
         )

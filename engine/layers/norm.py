@@ -83,7 +83,7 @@ class ResidualStream:
 
         x, norm = stream.read(before)
         stream.take(layer(x, norm=norm, add_to=stream.target))      sum += layer(before(sum))
-        stream.take(layer(x, norm=norm), behind)                    sum += behind(layer(before(sum)))
+        stream.take(layer(x, norm=norm), after)                     sum += after(layer(before(sum)))
 
     in_place    a layer's last matrix product adds to the sum, and the next layer's first one norms it: adding and
                 norming need no pass over the hidden states, and with few tokens no kernel
@@ -94,7 +94,7 @@ class ResidualStream:
         """Take ownership of `hidden`, which is written to."""
         self._sum = hidden
         self._last: Tensor | None = None
-        self._behind: RMSNorm | None = None  # the norm that produced `_last`, if any
+        self._after: RMSNorm | None = None  # the norm that produced `_last`, if any
         self._in_place = in_place
 
     @property
@@ -122,15 +122,15 @@ class ResidualStream:
         """A copy of the sum, with the last layer's result added."""
         return self._sum.clone() if self._last is None else self._sum + self._last
 
-    def take(self, result: Tensor, behind: RMSNorm | None = None) -> None:
-        """Take a layer's result. The layer has added it to `target`, unless a norm `behind` follows."""
+    def take(self, result: Tensor, after: RMSNorm | None = None) -> None:
+        """Take a layer's result. The layer has added it to `target`, unless a norm `after` follows."""
         assert self._last is None, "a layer reads the stream before it adds to it"
         if not self._in_place:
-            self._last, self._behind = (result if behind is None else behind(result)), behind
-        elif behind is None:
+            self._last, self._after = (result if after is None else after(result)), after
+        elif after is None:
             self._sum = result
         else:
-            self._sum = self._sum.add_(behind(result))
+            self._sum = self._sum.add_(after(result))
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply the sum by a factor [1]."""
@@ -140,10 +140,10 @@ class ResidualStream:
     def _add_last(self) -> None:
         if self._last is None:
             return
-        if self._behind is None:
+        if self._after is None:
             self._sum = self._sum + self._last
         else:  # only the sum is needed, but unlike `+` this call can be recorded in a CPU graph
-            _, self._sum = self._behind.after_add(self._last, self._sum)
+            _, self._sum = self._after.after_add(self._last, self._sum)
         self._last = None
 
     def keep(self, wanted: Tensor) -> None:

@@ -100,19 +100,19 @@ class LayerStates:
         assert isinstance(states, StateLayout), "its cache holds states"
         self._layer = place.index
         self._states = states
-        self._drafts = config.draft_inputs[place.group]
+        self._draft_inputs = config.draft_inputs[place.group]
 
     def divide(self, rank: int, size: int) -> None:
         """Reduce the layout to rank `rank` of `size` tensor-parallel ranks."""
-        self._states, self._drafts = self._states.of_rank(rank, size), self._drafts.of_rank(rank, size)
+        self._states, self._draft_inputs = self._states.of_rank(rank, size), self._draft_inputs.of_rank(rank, size)
 
     def slots(self, slots: Tensor) -> list[Tensor]:
         """Return views of the parts of the layer's states in all slots."""
         return parts_of(slots, self._states, self._layer)
 
-    def drafts(self, places: Tensor | None) -> list[Tensor] | None:
+    def draft_inputs(self, places: Tensor | None) -> list[Tensor] | None:
         """Return views of the kept inputs of draft tokens: the convolution's, then the recurrence's."""
-        return None if places is None else parts_of(places, self._drafts, self._layer)
+        return None if places is None else parts_of(places, self._draft_inputs, self._layer)
 
 
 def parts_of(slots: Tensor, layout: StateLayout, layer: int) -> list[Tensor]:

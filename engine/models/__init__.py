@@ -13,7 +13,6 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.engine.hf_config.config_reader import read_config
@@ -44,37 +43,8 @@ def families() -> Mapping[str, Family]:
     return {family.architecture: family for family in found}
 
 
-def load_config(
-    folder: str | Path,
-    *,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    load_format: str = "auto",
-    kv_cache_dtype: str = "auto",
-    seed: int = 0,
-    window_caches: bool = False,
-    drafts: bool = False,
-) -> ModelConfig:
-    """Return the configuration of the checkpoint in `folder`.
-
-    `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the KV cache.
-    `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times as
-    many. `load_format` "auto" and "safetensors" load the weights in the folder; "dummy" draws random weights from
-    `seed` and needs only config.json. With `window_caches`, layers with a window cache only the tokens in it. With
-    `drafts`, the model's first draft layer is loaded and run, too, or all of them if each drafts one token. Raises
-    `ModelError`.
-    """
-    return read_config(
-        folder,
-        families(),
-        dtype=dtype,
-        max_model_len=max_model_len,
-        load_format=load_format,
-        kv_cache_dtype=kv_cache_dtype,
-        seed=seed,
-        window_caches=window_caches,
-        drafts=drafts,
-    )
+# load_config(folder, dtype="auto", ...): `read_config`, with the families of this package.
+load_config = functools.partial(read_config, families)
 
 
 def make_model(config: ModelConfig) -> CausalLM:

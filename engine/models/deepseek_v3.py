@@ -49,7 +49,7 @@ def path_of_draft_layer(config: ModelConfig, number: int) -> str:
 
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:
     """Return patterns of the draft layers' tensors, except for the draft layer that is run."""
-    unread = range(config.drafts, config.num_draft_layers)
+    unread = range(config.num_run_draft_layers, config.num_draft_layers)
     return tuple(f"model.layers.{config.num_layers + index}.*" for index in unread)
 
 

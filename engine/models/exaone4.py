@@ -26,8 +26,8 @@ class Exaone4Layer(DecoderLayer):
         self.post_feedforward_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def __call__(self, step: layers.LayerStep) -> None:
-        step.attend(self.self_attn, behind=self.post_attention_layernorm)
-        step.feed_forward(self.mlp, behind=self.post_feedforward_layernorm)
+        step.attend(self.self_attn, after=self.post_attention_layernorm)
+        step.feed_forward(self.mlp, after=self.post_feedforward_layernorm)
 
 
 def read_kinds(keys: Keys, num_layers: int) -> list[str]:

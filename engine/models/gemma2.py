@@ -32,8 +32,8 @@ class Gemma2Layer(DecoderLayer):
         self.post_feedforward_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
 
     def __call__(self, step: layers.LayerStep) -> None:
-        step.attend(self.self_attn, before=self.input_layernorm, behind=self.post_attention_layernorm)
-        step.feed_forward(self.mlp, before=self.pre_feedforward_layernorm, behind=self.post_feedforward_layernorm)
+        step.attend(self.self_attn, before=self.input_layernorm, after=self.post_attention_layernorm)
+        step.feed_forward(self.mlp, before=self.pre_feedforward_layernorm, after=self.post_feedforward_layernorm)
 
 
 def read_scales(keys: Keys) -> Scales:

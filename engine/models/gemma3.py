@@ -29,13 +29,13 @@ class Gemma3Layer(DecoderLayer):
         self.post_feedforward_layernorm = layers.RMSNorm(size, eps, offset=NORM_OFFSET)
 
     def __call__(self, step: layers.LayerStep) -> None:
-        step.attend(self.self_attn, before=self.input_layernorm, behind=self.post_attention_layernorm)
-        step.feed_forward(self.mlp, before=self.pre_feedforward_layernorm, behind=self.post_feedforward_layernorm)
+        step.attend(self.self_attn, before=self.input_layernorm, after=self.post_attention_layernorm)
+        step.feed_forward(self.mlp, before=self.pre_feedforward_layernorm, after=self.post_feedforward_layernorm)
 
 
 FAMILY = Family(
     architecture="Gemma3ForCausalLM",
-    inside={"Gemma3ForConditionalGeneration": "gemma3_text"},
+    multimodal={"Gemma3ForConditionalGeneration": "gemma3_text"},
     layer=Gemma3Layer,
     cache=keys_and_values,
     attention=AttentionForm(qk_norm=QKNorm.HEAD),

@@ -67,17 +67,17 @@ class Gemma4Layer(DecoderLayer):
             yield "" if child is self.layer_input or child is self.moe else name, child
 
     def __call__(self, step: layers.LayerStep) -> None:
-        step.attend(self.self_attn, before=self.input_layernorm, behind=self.post_attention_layernorm)
+        step.attend(self.self_attn, before=self.input_layernorm, after=self.post_attention_layernorm)
         if self.moe is None:
-            step.feed_forward(self.mlp, before=self.pre_feedforward_layernorm, behind=self.post_feedforward_layernorm)
+            step.feed_forward(self.mlp, before=self.pre_feedforward_layernorm, after=self.post_feedforward_layernorm)
         else:
             step.feed_forward_side_by_side(
                 layers.Branch(self.mlp, self.pre_feedforward_layernorm, self.post_feedforward_layernorm_1),
                 layers.Branch(self.moe, self.pre_feedforward_layernorm_2, self.post_feedforward_layernorm_2),
-                behind=self.post_feedforward_layernorm,
+                after=self.post_feedforward_layernorm,
             )
         if self.layer_input is not None:
-            step.feed_forward(self.layer_input, behind=self.post_per_layer_input_norm)
+            step.feed_forward(self.layer_input, after=self.post_per_layer_input_norm)
         step.multiply(self.layer_scalar.data)
 
 
@@ -121,7 +121,7 @@ def read_scales(keys: Keys) -> Scales:
 
 FAMILY = Family(
     architecture="Gemma4ForCausalLM",
-    inside={"Gemma4ForConditionalGeneration": "gemma4_text"},
+    multimodal={"Gemma4ForConditionalGeneration": "gemma4_text"},
     layer=Gemma4Layer,
     cache=keys_and_values_or_shared,
     attention=AttentionForm(qk_norm=QKNorm.HEAD, v_norm=True),

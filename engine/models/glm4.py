@@ -27,8 +27,8 @@ class Glm4Layer(DecoderLayer):
         self.post_mlp_layernorm = layers.RMSNorm(size, eps)
 
     def __call__(self, step: layers.LayerStep) -> None:
-        step.attend(self.self_attn, before=self.input_layernorm, behind=self.post_self_attn_layernorm)
-        step.feed_forward(self.mlp, before=self.post_attention_layernorm, behind=self.post_mlp_layernorm)
+        step.attend(self.self_attn, before=self.input_layernorm, after=self.post_self_attn_layernorm)
+        step.feed_forward(self.mlp, before=self.post_attention_layernorm, after=self.post_mlp_layernorm)
 
 
 FAMILY = Family(

@@ -89,7 +89,7 @@ def read_scales(keys: Keys) -> Scales:
 
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:
     """Return the pattern of the draft layers' tensors, if draft layers are not run."""
-    return () if config.drafts else ("model.mtp.*",)
+    return () if config.num_run_draft_layers else ("model.mtp.*",)
 
 
 def path_of_draft_layer(config: ModelConfig, number: int) -> str:

@@ -29,7 +29,7 @@ class Ministral3Layer(MistralLayer):
 
 FAMILY = Family(
     architecture="Ministral3ForCausalLM",
-    inside={"Mistral3ForConditionalGeneration": "ministral3"},
+    multimodal={"Mistral3ForConditionalGeneration": "ministral3"},
     layer=Ministral3Layer,
     cache=keys_and_values,
     attention=AttentionForm(qkv_bias=False, output_bias=False),

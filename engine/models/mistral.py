@@ -27,7 +27,7 @@ class MistralLayer(DecoderLayer):
 
 FAMILY = Family(
     architecture="MistralForCausalLM",
-    inside={"Mistral3ForConditionalGeneration": "mistral"},
+    multimodal={"Mistral3ForConditionalGeneration": "mistral"},
     layer=MistralLayer,
     cache=keys_and_values,
     attention=AttentionForm(qkv_bias=False, output_bias=False),

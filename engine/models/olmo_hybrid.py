@@ -50,8 +50,8 @@ class OlmoHybridLayer(DecoderLayer):
             step.attend(self.linear_attn, before=self.attention_layer_norm)
             step.feed_forward(self.mlp, before=self.feedforward_layer_norm)
         else:
-            step.attend(self.self_attn, behind=self.post_attention_layernorm)
-            step.feed_forward(self.mlp, behind=self.post_feedforward_layernorm)
+            step.attend(self.self_attn, after=self.post_attention_layernorm)
+            step.feed_forward(self.mlp, after=self.post_feedforward_layernorm)
 
 
 def read_delta_nets(keys: Keys, num_layers: int) -> LinearAttentionShape:

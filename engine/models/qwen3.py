@@ -27,7 +27,7 @@ class Qwen3Layer(DecoderLayer):
 
 FAMILY = Family(
     architecture="Qwen3ForCausalLM",
-    inside={"Qwen3VLForConditionalGeneration": "qwen3_vl_text"},
+    multimodal={"Qwen3VLForConditionalGeneration": "qwen3_vl_text"},
     layer=Qwen3Layer,
     cache=keys_and_values,
     attention=AttentionForm(qk_norm=QKNorm.HEAD),

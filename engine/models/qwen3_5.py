@@ -46,7 +46,7 @@ class Qwen35Layer(DecoderLayer):
 
 
 def draft_layers(config: ModelConfig) -> tuple[str, ...]:
-    return () if config.drafts else ("mtp.*",)
+    return () if config.num_run_draft_layers else ("mtp.*",)
 
 
 def path_of_draft_layer(config: ModelConfig, number: int) -> str:
@@ -66,7 +66,7 @@ DRAFT_RULES = DraftRules(
 
 FAMILY = Family(
     architecture="Qwen3_5ForCausalLM",
-    inside={"Qwen3_5ForConditionalGeneration": "qwen3_5_text"},
+    multimodal={"Qwen3_5ForConditionalGeneration": "qwen3_5_text"},
     layer=Qwen35Layer,
     cache=keys_and_values_or_states,
     attention=AttentionForm(qk_norm=QKNorm.HEAD, gated=True),

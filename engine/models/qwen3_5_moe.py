@@ -31,7 +31,7 @@ def read_experts_and_shared(keys: Keys, num_layers: int) -> ExpertsConfig:
 
 FAMILY = Family(
     architecture="Qwen3_5MoeForCausalLM",
-    inside={"Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text"},
+    multimodal={"Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text"},
     layer=Qwen35MoeLayer,
     cache=keys_and_values_or_states,
     attention=AttentionForm(qk_norm=QKNorm.HEAD, gated=True),

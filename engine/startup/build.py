@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from baton.kernels.compiler import Compiler, start_compiler
 
 from ..config import EngineConfig, InvalidEngineConfig
+from ..core.config import EngineCoreConfig
 from ..core.connector import KVConnector
-from ..core.engine import EngineCore, EngineCoreConfig
+from ..core.engine import EngineCore
 from ..core.layout import BLOCK_SIZE, CacheLayout
 from ..core.regions import CacheRegion
 from ..core.requests.drafting import make_drafting
@@ -67,7 +68,7 @@ def build_engine(
     """
     assert member.tp_rank == 0, "ranks that do not schedule follow"
     phases = Phases()
-    with loaded_member(config, member, phases) as loaded:
+    with start_member(config, member, phases) as loaded:
         with phases("connect"):
             connector = connect(loaded.region) if connect else None
             tiers = open_tiers(loaded.region) if open_tiers else None
@@ -78,8 +79,7 @@ def build_engine(
             loaded.core_config,
             loaded.membership.leading(runner),
             connector,
-            late_compilations=loaded.late_compilations,
-            expert_review=loaded.expert_review,
+            add_runner_stats=loaded.add_runner_stats,
             lockstep=loaded.membership.lockstep(review_experts_every=config.eplb_step_interval),
             tiers=tiers,
             grammars=grammars,
@@ -113,7 +113,7 @@ def follow(config: EngineConfig, member: Member, connect: Callable[[CacheRegion]
     """
     assert member.tp_rank > 0, "the rank that schedules is built"
     phases = Phases()
-    with loaded_member(config, member, phases) as loaded:
+    with start_member(config, member, phases) as loaded:
         with phases("connect"):
             connected = connect(loaded.region) if connect else None
         with phases("warm_up"):
@@ -170,10 +170,10 @@ def _start_up_frozen() -> Iterator[None]:
 
 
 @contextmanager
-def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Iterator[LoadedMember]:
-    """Load this rank's part of the model. A failure here or in the `with` block is reported to the other ranks.
+def start_member(config: EngineConfig, member: Member, phases: Phases) -> Iterator[LoadedMember]:
+    """Join the group, and load this rank's part of the model.
 
-    Raises what `build_engine` raises.
+    A failure here or in the `with` block is reported to the other ranks. Raises what `build_engine` raises.
     """
     with phases("config"):
         _require_group_size(config, member)
@@ -182,7 +182,7 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
         with phases("imports"):
             # Not at the top, because these load torch, and a process that only names `Engine` needs no torch.
             from ..parallel.rank_group import RankGroup
-            from .device import DeviceContext, device_for
+            from .device import RankContext, device_for
             from .load import load_member
 
             device = device_for(config, member)
@@ -197,8 +197,8 @@ def loaded_member(config: EngineConfig, member: Member, phases: Phases) -> Itera
                 membership.join(device)
             for name, reason in config.ignored_on(device.type).items():
                 logger.warning("%s is ignored: %s", name, reason)
-            context = DeviceContext(device, member, membership.groups)
-            yield load_member(config, model_config, membership, context, compiler, phases)
+            context = RankContext(config, model_config, device, member, membership.groups)
+            yield load_member(context, membership, compiler, phases)
 
 
 def _require_group_size(config: EngineConfig, member: Member) -> None:

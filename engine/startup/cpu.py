@@ -11,11 +11,7 @@ import torch
 
 from baton.kernels import native
 
-from ..config import EngineConfig
-from ..core.engine import EngineCoreConfig
-from ..core.layout import CacheLayout
 from ..core.step import Runner
-from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
 from ..parallel.groups import ALL_ALONE
 from ..worker.backends import DraftModel
@@ -23,27 +19,24 @@ from ..worker.backends.cpu import CpuBackend
 from ..worker.runner import ModelRunner
 from ..worker.shapes import CpuShapes
 from ..worker.warmup import warm_up
-from .arenas import draft_bytes, engine_caches
-from .device import DeviceContext, load_models, step_limits
-from .kv_cache import allocate_drafts, allocate_on_cpu, cpu_budget, size_kv_cache
+from .arenas import draft_bytes
+from .device import RankContext, load_models, step_limits
+from .kv_cache import allocate_on_cpu, cpu_budget, size_kv_cache
 from .step_sizes import StepSizes
 
 logger = logging.getLogger(__name__)
 
 
 class CpuStartup:
-    device_type = "cpu"
-
-    def __init__(self, config: EngineConfig, steps: StepSizes, context: DeviceContext) -> None:
-        self._config = config
-        self._steps = steps
+    def __init__(self, context: RankContext, steps: StepSizes) -> None:
         self._context = context
+        self._steps = steps
         self._draft_model: DraftModel | None = None
 
-    def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
+    def prepare_kernels(self) -> None:
         """Set the number of threads, and compile the C++ kernels if this machine has not done so yet."""
-        if self._config.num_threads is not None:
-            torch.set_num_threads(self._config.num_threads)
+        if (num_threads := self._context.config.num_threads) is not None:
+            torch.set_num_threads(num_threads)
         else:
             self._context.share_cores()
         try:
@@ -51,39 +44,28 @@ class CpuStartup:
         except native.NativeBuildError as error:
             logger.warning("the CPU kernels cannot be compiled, so the engine is many times slower: %s", error)
 
-    def load_weights(self, model_config: ModelConfig) -> CausalLM:
-        model, self._draft_model = load_models(model_config, self._context.device, self._context.groups)
+    def load_weights(self) -> CausalLM:
+        model, self._draft_model = load_models(self._context)
         return model
 
-    def size_kv_cache(
-        self, model: CausalLM, model_config: ModelConfig, caches: CacheLayout
-    ) -> tuple[int, Sequence[int]]:
-        member, seqs = self._context.member, self._steps.max_num_seqs
-        drafts = draft_bytes(model_config, self._config.speculative_config, seqs, member.tensor_parallel_size)
+    def size_kv_cache(self, model: CausalLM) -> tuple[int, Sequence[int]]:
+        context, seqs = self._context, self._steps.max_num_seqs
+        config, model_config, member = context.config, context.model_config, context.member
+        drafts = draft_bytes(model_config, config.speculative_config, seqs, member.tensor_parallel_size)
         budget = functools.partial(cpu_budget, member.num_local, drafts)
-        return size_kv_cache(self._config, seqs, model_config.max_model_len, caches, budget)
+        return size_kv_cache(config, seqs, model_config.max_model_len, context.own_caches, budget)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return allocate_on_cpu(num_bytes)
 
-    def make_runner(
-        self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
-    ) -> Runner:
-        limits = step_limits(self._config, self._steps, core_config.max_model_len)
-        member = self._context.member
-        runner = ModelRunner(
-            model,
-            arenas,
-            CpuBackend(CpuShapes(limits)),
-            limits,
-            core_config.vocab_size,
-            groups=engine_caches(model_config).of_model,
-            drafts=allocate_drafts(self.allocate, model_config, limits, member.tp_rank, member.tensor_parallel_size),
-            draft_model=self._draft_model,
-        )
-        if self._context.groups == ALL_ALONE:  # no recording if ranks wait for each other within a step
+    def make_runner(self, model: CausalLM, arenas: Sequence[torch.Tensor], max_model_len: int) -> Runner:
+        context = self._context
+        limits = step_limits(context.config, self._steps, max_model_len)
+        cache_arenas, backend = context.cache_arenas(arenas, self.allocate, limits), CpuBackend(CpuShapes(limits))
+        runner = ModelRunner(model, cache_arenas, backend, limits, context.model_config.vocab_size, self._draft_model)
+        if context.groups == ALL_ALONE:  # no recording if ranks wait for each other within a step
             runner.capture()
-        warm_up(runner, limits, min(group.num_blocks for group in core_config.groups), len(arenas))
+        warm_up(runner)
         return runner
 
     def in_order(self) -> AbstractContextManager[object]:

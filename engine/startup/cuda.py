@@ -18,10 +18,6 @@ import baton.kernels
 from baton.kernels import compile_server, jit
 from baton.kernels.compiler import Compiler, RecordedVariants, Variant, recording
 
-from ..config import EngineConfig
-from ..core.engine import EngineCoreConfig
-from ..core.layout import CacheLayout
-from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
 from ..models import stub_model
 from ..parallel import ParallelGroups
@@ -31,9 +27,8 @@ from ..worker.backends.cuda_stream import CudaStream
 from ..worker.runner import ModelRunner
 from ..worker.shapes import CudaShapes, StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
-from .arenas import engine_caches
-from .device import DeviceContext, load_models, step_limits, stub_draft_model
-from .kv_cache import allocate_arenas, allocate_drafts, gpu_budget, size_kv_cache
+from .device import RankContext, load_models, step_limits, stub_draft_model
+from .kv_cache import allocate_arenas, gpu_budget, size_kv_cache
 from .phases import Phases
 from .step_sizes import StepSizes
 
@@ -41,31 +36,21 @@ _HOST_THREADS = 4  # for an op on the CPU: such ops are small here, and more thr
 
 
 class CudaStartup:
-    device_type = "cuda"
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        steps: StepSizes,
-        context: DeviceContext,
-        phases: Phases,
-        compiler: Compiler | None,
-    ) -> None:
+    def __init__(self, context: RankContext, steps: StepSizes, phases: Phases, compiler: Compiler | None) -> None:
         """`compiler` compiles kernels before they are launched; it is closed when it has compiled all."""
-        self._config = config
-        self._steps = steps
         self._context = context
-        self._groups = context.groups
+        self._steps = steps
         self._phases = phases
         self._compiler = compiler
         torch.cuda.set_device(context.device)
         self._stream = CudaStream(context.device)
+        self._dtype: torch.dtype = getattr(torch, context.model_config.dtype)
         self._draft_model: DraftModel | None = None
         self._recorded: RecordedVariants | None = None
         self._new_variants: list[Variant] | None = None  # None: known from an earlier start
         self._late_before = 0
 
-    def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
+    def prepare_kernels(self) -> None:
         """Set the number of CPU threads, and record the kernels of every step. Other processes compile these while the
         weights load. Compilations are counted from here on.
         """
@@ -73,11 +58,11 @@ class CudaStartup:
         jit.mark_starting()
         if self._compiler is not None:
             with self._phases("recording"):
-                self._order_variants(self._compiler, model_config, caches)
+                self._order_variants(self._compiler)
 
-    def _order_variants(self, compiler: Compiler, model_config: ModelConfig, caches: CacheLayout) -> None:
+    def _order_variants(self, compiler: Compiler) -> None:
         """Submit the kernels of every step to the compiler, and record them first if no earlier start has."""
-        self._recorded = self._recorded_variants(model_config, caches)
+        self._recorded, model_config = self._recorded_variants(), self._context.model_config
         known = self._recorded.load()
         if known is not None:
             compile_server.settle_cache_keys()  # as `recording` does
@@ -85,49 +70,47 @@ class CudaStartup:
                 compiler.submit(variant)
             return
         with recording(compiler.submit) as self._new_variants:
-            for groups in self._groups.stubs():
+            for groups in self._context.groups.stubs():
                 model = stub_model(model_config, device=self._stream.device, groups=groups)
                 draft_model = stub_draft_model(model_config, model, groups)
-                self._profile(model, draft_model, groups, model_config, caches)
+                self._profile(model, draft_model, groups)
                 del model, draft_model
         torch.cuda.empty_cache()
 
-    def _recorded_variants(self, model_config: ModelConfig, caches: CacheLayout) -> RecordedVariants:
-        device = torch.cuda.get_device_properties(self._stream.device)
-        facts = [self._config, self._steps, self._context.member.rank, model_config, caches]
+    def _recorded_variants(self) -> RecordedVariants:
+        context = self._context
+        device = torch.cuda.get_device_properties(context.device)
+        facts = [context.config, self._steps, context.member.rank, context.model_config, context.own_caches]
         facts += [device.name, device.multi_processor_count, device.total_memory]
         return RecordedVariants(facts, [Path(__file__).parents[1], Path(baton.kernels.__file__).parent])
 
-    def load_weights(self, model_config: ModelConfig) -> CausalLM:
-        model, self._draft_model = load_models(model_config, self._stream.device, self._groups)
+    def load_weights(self) -> CausalLM:
+        model, self._draft_model = load_models(self._context)
         return model
 
-    def size_kv_cache(
-        self, model: CausalLM, model_config: ModelConfig, caches: CacheLayout
-    ) -> tuple[int, Sequence[int]]:
+    def size_kv_cache(self, model: CausalLM) -> tuple[int, Sequence[int]]:
         """Run every size of step, so that all kernels have been launched, and the memory of the largest is known."""
         if self._compiler is not None:
             with self._phases("compiling"):
                 self._compiler.wait()
                 self._compiler.close()
-        self._groups.widest.barrier()  # until the kernels exist that one rank compiles for all
+        context = self._context
+        context.groups.widest.barrier()  # until the kernels exist that one rank compiles for all
         with self._phases("profile"), model.shortened():
-            memory = self._profile(model, self._draft_model, self._groups, model_config, caches)
+            memory = self._profile(model, self._draft_model, context.groups)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._stream.device)
-        budget = gpu_budget(memory.num_bytes, utilization=self._config.gpu_memory_utilization, free=free, total=total)
-        return size_kv_cache(self._config, self._steps.max_num_seqs, model_config.max_model_len, caches, lambda: budget)
+        free, total = torch.cuda.mem_get_info(context.device)
+        config, longest = context.config, context.model_config.max_model_len
+        budget = gpu_budget(memory.num_bytes, utilization=config.gpu_memory_utilization, free=free, total=total)
+        return size_kv_cache(config, self._steps.max_num_seqs, longest, context.own_caches, lambda: budget)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return zeros: a block that was never written may be read beside one that was, so it must not hold NaN."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._stream.device)
 
-    def make_runner(
-        self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
-    ) -> ModelRunner:
-        limits = self._limits(core_config.max_model_len)
-        runner = self._runner(model, self._draft_model, arenas, model_config, limits)
-        if not self._config.enforce_eager:
+    def make_runner(self, model: CausalLM, arenas: Sequence[torch.Tensor], max_model_len: int) -> ModelRunner:
+        runner = self._runner(model, self._draft_model, arenas, self._limits(max_model_len))
+        if not self._context.config.enforce_eager:
             with self._phases("capture"):
                 runner.capture()
         self._late_before = jit.compilations_after_ready()  # of earlier engines in this process
@@ -148,24 +131,17 @@ class CudaStartup:
     def release(self) -> None:
         self._stream.release()
 
-    def _profile(
-        self,
-        model: CausalLM,
-        draft_model: DraftModel | None,
-        groups: ParallelGroups,
-        model_config: ModelConfig,
-        caches: CacheLayout,
-    ) -> StepMemory:
+    def _profile(self, model: CausalLM, draft_model: DraftModel | None, groups: ParallelGroups) -> StepMemory:
         """Run everything that will be launched, with a single block in each cache group."""
+        caches, eager = self._context.own_caches, self._context.config.enforce_eager
         with self._stream.current():
-            warm_up_collectives(model, groups, getattr(torch, model_config.dtype))
+            warm_up_collectives(model, groups, self._dtype)
         self._stream.synchronize()
-        limits = self._limits(model_config.max_model_len)
+        limits = self._limits(self._context.model_config.max_model_len)
         sizes = list(self._shapes(limits).in_capture_order())
-        eager = self._config.enforce_eager
         arenas = allocate_arenas(self.allocate, caches, [1] * len(caches.groups))
         return ProfileRun(
-            lambda: self._runner(model, draft_model, arenas, model_config, limits),
+            lambda: self._runner(model, draft_model, arenas, limits),
             [] if eager else sizes,
             functools.partial(peak_bytes, device=self._stream.device),
             limits,
@@ -173,30 +149,14 @@ class CudaStartup:
         ).run()
 
     def _runner(
-        self,
-        model: Model,
-        draft_model: DraftModel | None,
-        arenas: Sequence[torch.Tensor],
-        model_config: ModelConfig,
-        limits: StepLimits,
+        self, model: Model, draft_model: DraftModel | None, arenas: Sequence[torch.Tensor], limits: StepLimits
     ) -> ModelRunner:
-        shapes = self._shapes(limits)
-        backend = CudaBackend(self._stream, shapes, getattr(torch, model_config.dtype))
-        tp = self._groups.tp
-        drafts = allocate_drafts(self.allocate, model_config, limits, tp.rank, tp.size)
-        return ModelRunner(
-            model,
-            arenas,
-            backend,
-            limits,
-            model_config.vocab_size,
-            groups=engine_caches(model_config).of_model,
-            drafts=drafts,
-            draft_model=draft_model,
-        )
+        backend = CudaBackend(self._stream, self._shapes(limits), self._dtype)
+        cache_arenas = self._context.cache_arenas(arenas, self.allocate, limits)
+        return ModelRunner(model, cache_arenas, backend, limits, self._context.model_config.vocab_size, draft_model)
 
     def _limits(self, max_model_len: int) -> StepLimits:
-        return step_limits(self._config, self._steps, max_model_len)
+        return step_limits(self._context.config, self._steps, max_model_len)
 
     def _shapes(self, limits: StepLimits) -> CudaShapes:
         return CudaShapes(limits, max_tokens=self._steps.max_cudagraph_capture_size)

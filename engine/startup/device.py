@@ -5,35 +5,65 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from ..config import EngineConfig, InvalidEngineConfig
-from ..core.engine import EngineCoreConfig
 from ..core.layout import CacheLayout
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..layers.decoder import CausalLM
 from ..layers.eagle3 import Eagle3Head
 from ..models import load_eagle3, load_model, stub_eagle3, stub_model
-from ..parallel.groups import ALL_ALONE, ParallelGroups
-from ..parallel.member import ALONE_MEMBER, Member
+from ..parallel.groups import ParallelGroups
+from ..parallel.member import Member
 from ..weights import Progress, loading_bar
 from ..worker.backends import DraftModel
 from ..worker.shapes import StepLimits
-from .arenas import engine_caches
+from ..worker.tables import CacheArenas
+from .arenas import EngineCaches, engine_caches
+from .kv_cache import allocate_draft_inputs
 from .step_sizes import StepSizes
 
 
 @dataclass(frozen=True)
-class DeviceContext:
-    """A rank's device and the groups that it computes with."""
+class RankContext:
+    """The arguments, model config, device and groups with which a rank is started."""
 
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    member: Member = ALONE_MEMBER
-    groups: ParallelGroups = ALL_ALONE
+    config: EngineConfig
+    model_config: ModelConfig
+    device: torch.device
+    member: Member
+    groups: ParallelGroups
+
+    @cached_property
+    def caches(self) -> EngineCaches:
+        """The cache groups of the model and its draft model, not divided over ranks."""
+        return engine_caches(self.model_config)
+
+    @cached_property
+    def own_caches(self) -> CacheLayout:
+        """This rank's part of the cache groups."""
+        return self.caches.layout.of_rank(self.member.tp_rank, self.member.tensor_parallel_size)
+
+    @property
+    def gpu_memory_bytes(self) -> int | None:
+        """The whole memory of this rank's GPU; None on a CPU."""
+        if self.device.type == "cpu":
+            return None
+        total: int = torch.cuda.get_device_properties(self.device).total_memory
+        return total
+
+    def cache_arenas(
+        self, tensors: Sequence[torch.Tensor], allocate: Callable[[int], torch.Tensor], limits: StepLimits
+    ) -> CacheArenas:
+        """Return a runner's arenas: the blocks of each cache group in `tensors`, and memory for inputs of drafts."""
+        rank, size = self.member.tp_rank, self.member.tensor_parallel_size
+        draft_inputs = allocate_draft_inputs(allocate, self.model_config, limits, rank, size)
+        return CacheArenas(tensors, self.caches.of_model, draft_inputs)
 
     def share_cores(self, most: int | None = None) -> None:
         """Set the number of threads of a CPU op to this rank's share of the process's cores, at most `most`.
@@ -60,17 +90,13 @@ def device_for(config: EngineConfig, member: Member) -> torch.device:
 class DeviceStartup(Protocol):
     """Start-up on one kind of device. `load_member` calls the methods in this order."""
 
-    device_type: str  # "cpu" or "cuda"
-
-    def prepare_kernels(self, model_config: ModelConfig, caches: CacheLayout) -> None:
-        """Prepare what does not need the weights. `caches` is this rank's part of the cache layout."""
+    def prepare_kernels(self) -> None:
+        """Prepare what does not need the weights."""
         ...
 
-    def load_weights(self, model_config: ModelConfig) -> CausalLM: ...
+    def load_weights(self) -> CausalLM: ...
 
-    def size_kv_cache(
-        self, model: CausalLM, model_config: ModelConfig, caches: CacheLayout
-    ) -> tuple[int, Sequence[int]]:
+    def size_kv_cache(self, model: CausalLM) -> tuple[int, Sequence[int]]:
         """Return the longest sequence in tokens and the blocks of each cache group. Raises `InvalidEngineConfig`."""
         ...
 
@@ -78,9 +104,7 @@ class DeviceStartup(Protocol):
         """Return memory for arenas: uint8 [num_bytes]."""
         ...
 
-    def make_runner(
-        self, model: CausalLM, arenas: Sequence[torch.Tensor], model_config: ModelConfig, core_config: EngineCoreConfig
-    ) -> Runner:
+    def make_runner(self, model: CausalLM, arenas: Sequence[torch.Tensor], max_model_len: int) -> Runner:
         """Return a runner that is warmed up: no request has to wait for compilation or for first use of memory.
 
         `arenas`: the blocks of each cache group.
@@ -100,13 +124,11 @@ class DeviceStartup(Protocol):
         ...
 
 
-def load_models(
-    model_config: ModelConfig, device: torch.device, groups: ParallelGroups
-) -> tuple[CausalLM, DraftModel | None]:
-    """Load the model of a config, and its draft model or head if it has one. Shows the progress."""
+def load_models(context: RankContext) -> tuple[CausalLM, DraftModel | None]:
+    """Load the rank's part of the model, and of its draft model or head if it has one. Shows the progress."""
     with loading_bar() as progress:
-        model = load_model(model_config, device=device, progress=progress, groups=groups)
-        return model, load_draft_model(model_config, model, progress=progress, groups=groups)
+        model = load_model(context.model_config, device=context.device, progress=progress, groups=context.groups)
+        return model, load_draft_model(context.model_config, model, progress=progress, groups=context.groups)
 
 
 def load_draft_model(

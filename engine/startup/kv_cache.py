@@ -102,7 +102,7 @@ def allocate_arenas(
     return [_view(memory[at:], size, group) for at, size, group in zip(starts, sizes, caches.groups, strict=False)]
 
 
-def allocate_drafts(
+def allocate_draft_inputs(
     allocate: Callable[[int], torch.Tensor], model: ModelConfig, limits: StepLimits, rank: int, size: int
 ) -> dict[int, torch.Tensor]:
     """Return, for each of the engine's groups of states, memory for its inputs of drafts: bytes [places of all rows,

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
+import msgspec
 
 from baton.kernels.compiler import Compiler
 from baton.kernels.fp8 import has_gpu_kernels
 
-from ..config import EngineConfig
-from ..core.config import CacheGroupConfig
-from ..core.engine import EngineCoreConfig
+from ..core.config import CacheGroupConfig, EngineCoreConfig
 from ..core.layout import CHECKPOINT_TOKENS, CacheKind
-from ..core.messages import ExpertReview
+from ..core.messages import EngineStats
 from ..core.regions import CacheRegion
 from ..core.step import Runner
 from ..hf_config.model_config import ModelConfig
 from ..parallel.rank_group import RankGroup
 from ..worker.expert_balance import ExpertBalancer, ReviewingRunner
-from .arenas import engine_caches
-from .device import DeviceContext, DeviceStartup
+from .device import DeviceStartup, RankContext
 from .kv_cache import allocate_arenas, available_memory_bytes, region_of
 from .phases import Phases
 from .step_sizes import StepSizes, step_sizes
@@ -41,8 +38,7 @@ class LoadedMember:
     region: CacheRegion
     device_type: str
     make_runner: Callable[[], Runner]
-    late_compilations: Callable[[], int]
-    expert_review: Callable[[], ExpertReview] | None  # None: no experts are spread over ranks
+    add_runner_stats: Callable[[EngineStats], EngineStats]
     release: Callable[[], None]
 
     def close(self) -> None:
@@ -52,99 +48,83 @@ class LoadedMember:
         self.membership.groups.wait_closed(_CLOSE_S)
 
 
-def load_member(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    membership: RankGroup,
-    context: DeviceContext,
-    compiler: Compiler | None,
-    phases: Phases,
-) -> LoadedMember:
+def load_member(context: RankContext, membership: RankGroup, compiler: Compiler | None, phases: Phases) -> LoadedMember:
     """Load this rank's part of the model and allocate its KV blocks.
 
     All ranks of the group call it at the same time. They agree on the smallest number of blocks that any of them has
     memory for.
     """
-    _check_weights_fit(config, model_config, context)
-    caches, member, widest = engine_caches(model_config).layout, context.member, context.groups.widest
-    own_caches = caches.of_rank(member.tp_rank, member.tensor_parallel_size)
-    steps = _step_sizes(config, model_config, context)
+    _check_weights_fit(context)
+    config, member, widest = context.config, context.member, context.groups.widest
+    steps = _step_sizes(context)
     with phases("kernels"):
-        startup = _startup_on(config, steps, context, phases, compiler)
-        startup.prepare_kernels(model_config, own_caches)
+        startup = _startup_on(context, steps, phases, compiler)
+        startup.prepare_kernels()
     with phases("weights"):
-        model = startup.load_weights(model_config)
+        model = startup.load_weights()
     with phases("kv_cache"):
-        longest, fitting = startup.size_kv_cache(model, model_config, own_caches)
+        longest, fitting = startup.size_kv_cache(model)
         max_model_len, *sizes = widest.all_min([longest, *fitting])
-        arenas = allocate_arenas(startup.allocate, own_caches, sizes)
-    depth = config.depth_on(startup.device_type)
-    core_config = _core_config(config, steps, model_config, max_model_len, sizes, depth)
+        arenas = allocate_arenas(startup.allocate, context.own_caches, sizes)
     balancer = ExpertBalancer.of(model, context.groups, moves=config.enable_eplb)
 
     def make_runner() -> Runner:
-        runner = startup.make_runner(model, arenas, model_config, core_config)
+        runner = startup.make_runner(model, arenas, max_model_len)
         widest.barrier()  # no rank serves before all can
         return runner if balancer is None else ReviewingRunner(runner, balancer, startup.in_order)
 
+    def add_runner_stats(stats: EngineStats) -> EngineStats:
+        experts = None if balancer is None else balancer.last
+        return msgspec.structs.replace(stats, num_late_compilations=startup.late_compilations(), experts=experts)
+
     return LoadedMember(
         membership=membership,
-        model_config=model_config,
-        core_config=core_config,
+        model_config=context.model_config,
+        core_config=_core_config(context, steps, max_model_len, sizes),
         steps=steps,
-        region=region_of(arenas, caches, member.tp_rank, member.tensor_parallel_size),
+        region=region_of(arenas, context.caches.layout, member.tp_rank, member.tensor_parallel_size),
         device_type=context.device.type,
         make_runner=make_runner,
-        late_compilations=startup.late_compilations,
-        expert_review=None if balancer is None else lambda: balancer.last,
+        add_runner_stats=add_runner_stats,
         release=startup.release,
     )
 
 
-def _check_weights_fit(config: EngineConfig, model_config: ModelConfig, context: DeviceContext) -> None:
+def _check_weights_fit(context: RankContext) -> None:
     """Raise `InvalidEngineConfig` if this rank's weights exceed its share of the device's or the machine's memory."""
-    if context.device.type == "cpu":
+    if (total := context.gpu_memory_bytes) is None:
         memory = available_memory_bytes() // context.member.num_local
     else:
-        memory = usable_gpu_bytes(config, torch.cuda.get_device_properties(context.device).total_memory)
-    check_weights_fit(model_config, config, memory, has_fp8=has_gpu_kernels(context.device))
+        memory = usable_gpu_bytes(context.config, total)
+    check_weights_fit(context.model_config, context.config, memory, has_fp8=has_gpu_kernels(context.device))
 
 
-def _step_sizes(config: EngineConfig, model_config: ModelConfig, context: DeviceContext) -> StepSizes:
+def _step_sizes(context: RankContext) -> StepSizes:
     """Return the sizes of steps on which all ranks of the group agree: the smallest that any of them can have."""
-    memory = None if context.device.type == "cpu" else torch.cuda.get_device_properties(context.device).total_memory
-    sizes = step_sizes(config, model_config, memory)
+    sizes = step_sizes(context.config, context.model_config, context.gpu_memory_bytes)
     return StepSizes(*context.groups.widest.all_min(sizes))
 
 
-def _startup_on(
-    config: EngineConfig, steps: StepSizes, context: DeviceContext, phases: Phases, compiler: Compiler | None
-) -> DeviceStartup:
+def _startup_on(context: RankContext, steps: StepSizes, phases: Phases, compiler: Compiler | None) -> DeviceStartup:
     """Return the start-up of the context's kind of device. `compiler` compiles a GPU's kernels."""
     if context.device.type == "cpu":
         from .cpu import CpuStartup
 
-        return CpuStartup(config, steps, context)
+        return CpuStartup(context, steps)
     from .cuda import CudaStartup
 
-    return CudaStartup(config, steps, context, phases, compiler)
+    return CudaStartup(context, steps, phases, compiler)
 
 
-def _core_config(
-    config: EngineConfig,
-    steps: StepSizes,
-    model_config: ModelConfig,
-    max_model_len: int,
-    arenas: list[int],
-    depth: int,
-) -> EngineCoreConfig:
+def _core_config(context: RankContext, steps: StepSizes, max_model_len: int, arenas: Sequence[int]) -> EngineCoreConfig:
+    config, model_config = context.config, context.model_config
     groups = [
         CacheGroupConfig(
             num_blocks=num_blocks,
             window=group.window,
             checkpoint_tokens=CHECKPOINT_TOKENS if group.kind is CacheKind.STATE else None,
         )
-        for group, num_blocks in zip(engine_caches(model_config).layout.groups, arenas, strict=True)
+        for group, num_blocks in zip(context.caches.layout.groups, arenas, strict=True)
     ]
     return EngineCoreConfig(
         num_blocks=sum(arenas),
@@ -156,6 +136,6 @@ def _core_config(
         enable_prefix_caching=config.enable_prefix_caching,
         eos_token_ids=list(model_config.eos_token_ids),
         vocab_size=model_config.vocab_size,
-        depth=depth,
+        depth=config.depth_on(context.device.type),
         speculation=config.speculative_config,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 from ..config import DTYPES, EngineConfig, InvalidEngineConfig
@@ -22,19 +23,10 @@ def fetch_models(config: EngineConfig, progress: Progress | None = None) -> Engi
     tokenizer. Raises `ModelNotFetched`.
     """
     files = Files.TEXT if config.load_format == "dummy" else Files.ALL
-    model = model_folder(
-        config.model, files, revision=config.revision, download_dir=config.download_dir, progress=progress
-    )
-    tokenizer = config.tokenizer
+    folder_of = functools.partial(model_folder, download_dir=config.download_dir, progress=progress)
+    model, tokenizer = folder_of(config.model, files, revision=config.revision), config.tokenizer
     if tokenizer is not None or config.tokenizer_revision is not None:
-        tokenizer = str(
-            model_folder(
-                tokenizer or config.model,
-                Files.TEXT,
-                revision=config.tokenizer_revision,
-                download_dir=config.download_dir,
-            )
-        )
+        tokenizer = str(folder_of(tokenizer or config.model, Files.TEXT, revision=config.tokenizer_revision))
     update: dict[str, object] = {
         "model": str(model),
         "tokenizer": tokenizer,
@@ -43,13 +35,7 @@ def fetch_models(config: EngineConfig, progress: Progress | None = None) -> Engi
     }
     speculation = config.speculative_config
     if speculation is not None and speculation.model is not None:
-        draft_model = model_folder(
-            speculation.model,
-            files,
-            revision=speculation.revision,
-            download_dir=config.download_dir,
-            progress=progress,
-        )
+        draft_model = folder_of(speculation.model, files, revision=speculation.revision)
         update["speculative_config"] = speculation.model_copy(update={"model": str(draft_model), "revision": None})
     return config.model_copy(update=update)
 
@@ -71,11 +57,12 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         drafts=speculation is not None and speculation.method == "mtp",
     )
     check_division(model, config)
-    if speculation is not None and 1 < model.drafts < speculation.num_speculative_tokens:
+    num_layers = model.num_run_draft_layers
+    if speculation is not None and 1 < num_layers < speculation.num_speculative_tokens:
         raise InvalidEngineConfig(
             "speculative_config.num_speculative_tokens",
-            f"is {speculation.num_speculative_tokens}, must be at most {model.drafts}: each of the model's draft layers"
-            " guesses one token",
+            f"is {speculation.num_speculative_tokens}, must be at most {num_layers}: each of the model's draft layers "
+            "guesses one token",
         )
     if speculation is None or speculation.model is None:
         return model

@@ -29,7 +29,7 @@ class StepSizes(NamedTuple):
     max_cudagraph_capture_size: int  # tokens
 
 
-class _Class(NamedTuple):
+class _GpuClass(NamedTuple):
     """GPUs of about the same size."""
 
     min_memory_bytes: int
@@ -39,9 +39,9 @@ class _Class(NamedTuple):
 
 _CPU = StepSizes(64, 2048, 0)
 _GPUS = (
-    _Class(60 << 30, 512, 5e14),  # H100, H200
-    _Class(30 << 30, 256, 1.5e14),  # L40S, A6000, A100 with 40 GB
-    _Class(0, 128, 0.8e14),  # L4, A10, GeForce
+    _GpuClass(60 << 30, 512, 5e14),  # H100, H200
+    _GpuClass(30 << 30, 256, 1.5e14),  # L40S, A6000, A100 with 40 GB
+    _GpuClass(0, 128, 0.8e14),  # L4, A10, GeForce
 )
 
 

@@ -87,7 +87,7 @@ def weights_of_rank(model: ModelConfig, config: EngineConfig) -> Weights:
     embeddings = model.vocab_size * model.hidden_size / ranks * (1 if model.tie_word_embeddings else 2)
     norms = (_norms_of_layers(model) + 1) * model.hidden_size
     # Draft layers are counted with the others. Each also has a projection of twice the width, and three norms.
-    norms += model.drafts * (2 * model.hidden_size + 3) * model.hidden_size
+    norms += model.num_run_draft_layers * (2 * model.hidden_size + 3) * model.hidden_size
     plain, narrow, wide = embeddings + norms + _other_weights(model, ranks), 0.0, 0.0
     if model.layer_inputs is not None:
         plain += model.num_layers * model.layer_inputs.vocab_size * model.layer_inputs.width / ranks

@@ -11,7 +11,7 @@ import fnmatch
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,25 +20,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from baton.engine.absent import FETCH_AGAIN
-from baton.engine.hf_config.checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry, some
-from baton.engine.layers.base import Share, Slot
-from baton.engine.layers.fp8 import plain_weight
 from baton.kernels import fp8
-from baton.kernels.fp8 import BLOCK
 
+from ..absent import FETCH_AGAIN
+from ..hf_config.checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry, some
 from ..hf_config.config_reader import text_tensors
 from ..hf_config.errors import WeightsError
 from ..hf_config.quantization import Quantization
-from ..layers.base import Layer, layers_of
+from ..layers.base import Layer, Share, Slot, layers_of
 from ..layers.experts import Experts
-from ..layers.fp8 import Fp8Experts, Fp8Linear
+from ..layers.fp8 import Fp8Experts, Fp8Linear, plain_weight
 from ..layers.linear import Linear
 from . import Progress
 
 if TYPE_CHECKING:
-    from baton.engine.layers.decoder import CausalLM
-    from baton.engine.layers.eagle3 import Eagle3Head
+    from ..layers.decoder import CausalLM
+    from ..layers.eagle3 import Eagle3Head
 
     Loadable = CausalLM | Eagle3Head
 
@@ -63,8 +60,8 @@ def load_weights(model: Loadable, *, device: torch.device | str = "cpu", progres
             "the FP8 weights of %d layers are dequantized: no kernel takes their scales, or several layers or ranks "
             "would share a block of %d x %d values: %s",
             len(expanded),
-            BLOCK,
-            BLOCK,
+            fp8.BLOCK,
+            fp8.BLOCK,
             some(expanded),
         )
     slots = {slot.name: slot for slot in model.slots()}
@@ -200,25 +197,34 @@ def _read(
     in_blocks: bool,
     dtype: torch.dtype,
 ) -> Iterator[tuple[Slot, Tensor]]:
+    """Yield each slot that has a share on this rank, with its tensor or a part of it that contains the share.
+
+    Weights that have `scales` are dequantized. They are read whole, since a share may cut blocks of scales.
+    """
     with ExitStack() as stack:
-        files = {entry.file for entry in scales.values()}
+        files = {scale.file for scale in scales.values()}
         scale_files: dict[Path, Any] = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
         for file, entries in checkpoint.by_file():
-            with safe_open(file, framework="pt") as tensors:
-                for entry in entries:
-                    slot = slots.get(entry.name)
-                    if slot is None or not slot.num_elements:
-                        continue
-                    scale = scales.get(entry.name)
-                    if scale is not None:
-                        # Read whole: a rank's share may cut blocks of scales.
-                        data = tensors.get_tensor(entry.name_in_file)
-                        scaled = scale_files[scale.file].get_tensor(scale.name_in_file)
-                        yield slot, plain_weight(data, scaled, in_blocks, dtype)
-                    elif index := slot.index(entry.shape):
-                        yield slot, tensors.get_slice(entry.name_in_file)[index]
-                    else:
-                        yield slot, tensors.get_tensor(entry.name_in_file)
+            for slot, entry, tensor in _read_file(file, entries, slots, whole=scales):
+                scale = scales.get(entry.name)
+                if scale is not None:
+                    scale_tensor = scale_files[scale.file].get_tensor(scale.name_in_file)
+                    tensor = plain_weight(tensor, scale_tensor, in_blocks, dtype)
+                yield slot, tensor
+
+
+def _read_file(
+    file: Path, entries: Sequence[TensorEntry], slots: Mapping[str, Slot], whole: Container[str]
+) -> Iterator[tuple[Slot, TensorEntry, Tensor]]:
+    """Yield the tensors of a file of which this rank has a share, those named in `whole` without cutting them."""
+    with safe_open(file, framework="pt") as tensors:
+        for entry in entries:
+            slot = slots.get(entry.name)
+            if slot is None or not slot.num_elements:
+                continue
+            index = () if entry.name in whole else slot.index(entry.shape)
+            name = entry.name_in_file
+            yield slot, entry, tensors.get_slice(name)[index] if index else tensors.get_tensor(name)
 
 
 SPREAD = 0.02  # standard deviation, as models are usually initialized

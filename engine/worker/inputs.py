@@ -9,7 +9,7 @@ Tensors keep their addresses as long as the runner lives, so that captured steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from ..core.layout import NOT_KEPT, draft_places
 from ..layers.attention import GroupCache, StateCache
 from .batch import Batch
 from .shapes import StepLimits, StepShape
-from .tables import RowTables
+from .tables import CacheArenas, RowTables
 
 
 @dataclass(frozen=True)
@@ -149,23 +149,12 @@ class StateInputs:
 class InputBuffers:
     """Memory for the inputs of the largest step; each step uses the front of it."""
 
-    def __init__(
-        self,
-        tables: RowTables,
-        arenas: Sequence[Tensor],
-        limits: StepLimits,
-        checkpoint_tokens: int,
-        drafts: Mapping[int, Tensor],
-        groups: Sequence[int] | None = None,
-    ) -> None:
-        """`arenas`: the blocks, or slots of states, of each cache group. `drafts`: for groups of states, the inputs of
-        drafts, if there are any. `groups`: the model's cache groups, in its order; None: all.
-        """
+    def __init__(self, tables: RowTables, arenas: CacheArenas, limits: StepLimits) -> None:
+        self.arenas = arenas
         self._tables = tables
-        self._arenas = arenas
-        self._drafts = drafts
-        self._groups = range(len(arenas)) if groups is None else groups
-        self.states = {group: StateInputs(tables, group, limits, checkpoint_tokens) for group in tables.state_slots}
+        self.states = {
+            group: StateInputs(tables, group, limits, arenas.checkpoint_tokens) for group in arenas.state_groups
+        }
         max_num_seqs, max_num_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -173,7 +162,7 @@ class InputBuffers:
 
         self.token_ids = zeros(max_num_tokens, dtype=torch.int32)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
-        self.slots = zeros(len(arenas), max_num_tokens, dtype=torch.int64)
+        self.slots = zeros(len(arenas.tensors), max_num_tokens, dtype=torch.int64)
         self.wanted = zeros(max_num_tokens, dtype=torch.int64)
         self.seq_lens = zeros(max_num_seqs, dtype=torch.int32)
         self.table_rows = zeros(max_num_seqs, dtype=torch.int32)
@@ -204,7 +193,7 @@ class InputBuffers:
     def of(self, shape: StepShape) -> StepInputs:
         """Return the model's inputs in a step of this shape. They are not valid until the backend has filled them."""
         wanted = None if shape.num_wanted is None else self.wanted[: shape.num_wanted]
-        return StepInputs(self.token_ids[: shape.num_tokens], self.caches(shape, self._groups), wanted)
+        return StepInputs(self.token_ids[: shape.num_tokens], self.caches(shape, self.arenas.model_groups), wanted)
 
     def caches(
         self,
@@ -213,11 +202,11 @@ class InputBuffers:
         batch_of: Callable[[StepShape, int], AttentionBatch] | None = None,
     ) -> tuple[GroupCache | StateCache, ...]:
         """Return the caches of some groups: as in the step of `shape`, or, except for states, as `batch_of` says."""
-        batch_of = batch_of or self._batch
+        batch_of, tensors = batch_of or self._batch, self.arenas.tensors
         return tuple(
-            StateCache(self.states[group].of(shape), self._arenas[group], self._drafts.get(group))
+            StateCache(self.states[group].of(shape), tensors[group], self.arenas.draft_inputs.get(group))
             if group in self.states
-            else GroupCache(batch_of(shape, group), self._arenas[group])
+            else GroupCache(batch_of(shape, group), tensors[group])
             for group in groups
         )
 

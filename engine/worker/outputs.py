@@ -178,14 +178,14 @@ class StepOutputs:
         """The page of the step that is being launched, `[max_num_draws]` int32."""
         return self._pages[self._turn].tokens
 
-    def make_room(self) -> None:
+    def free_page(self) -> None:
         """Free the next page. Call it before launching a step that stores tokens."""
         reader = self._pages[self._turn].reader
         if reader is not None:
             reader.result()
 
     def send(self, step: int, num_draws: Sequence[int], logprobs: StepLogprobs) -> LaunchedStep:
-        """Return the step that was launched since `make_room`, with `num_draws` of each chunk.
+        """Return the step that was launched since `free_page`, with `num_draws` of each chunk.
 
         Nothing may be added to the step afterwards.
         """

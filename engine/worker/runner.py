@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
-from torch import Tensor
 
-from ..core.layout import CHECKPOINT_TOKENS
 from ..core.step import GroupStep, PendingStep, StepPlan, StepResult
 from ..layers.base import RankRows
 from .backends import Backend, CapturedSteps, DraftModel, Model, StepParts
@@ -16,42 +12,32 @@ from .inputs import InputBuffers
 from .outputs import FinishedStep, StepOutputs
 from .sampling import LogitsProcessors
 from .shapes import StepLimits, StepShape
-from .tables import RowTables
+from .tables import CacheArenas, RowTables
 
 
 class ModelRunner:
     """Runs one model on one device. Implements `engine.core.step.Runner`.
 
-    `arenas` are the blocks of each cache group, in the shape of its layout; for groups of states, bytes [slots,
-    slot_bytes]. Nothing else may write blocks that a step uses; transfers fill others.
+    Nothing else may write blocks of `arenas` that a step uses; transfers fill others.
     """
 
     def __init__(
         self,
         model: Model,
-        arenas: Sequence[Tensor],
+        arenas: CacheArenas,
         backend: Backend,
         limits: StepLimits,
         vocab_size: int,
-        *,
-        checkpoint_tokens: int = CHECKPOINT_TOKENS,
-        drafts: Mapping[int, Tensor] | None = None,
-        groups: Sequence[int] | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """`drafts`: for each group of states, the bytes for its inputs of drafts; see `allocate_drafts`. `groups`: the
-        numbers of the model's arenas, in the order of its cache groups; a draft model may have others.
-        """
         self.model = model
         self.arenas = arenas
         self.backend = backend
         self.limits = limits
-        states = [group for group, arena in enumerate(arenas) if arena.dtype == torch.uint8]
-        memory = backend.zeros(RowTables.num_values(limits, len(arenas), len(states), checkpoint_tokens))
+        memory = backend.zeros(RowTables.num_values(limits, arenas))
         self.writes = backend.table_writes(memory)
-        self.tables = RowTables(memory, self.writes, limits, len(arenas), states, checkpoint_tokens)
-        groups = range(len(arenas)) if groups is None else groups
-        self.inputs = InputBuffers(self.tables, arenas, limits, checkpoint_tokens, drafts or {}, groups)
+        self.tables = RowTables(memory, self.writes, limits, arenas)
+        self.inputs = InputBuffers(self.tables, arenas, limits)
         self.current = CurrentBatch(self.tables, self.writes)
         self.processors = LogitsProcessors(self.tables, limits, vocab_size)
         pages = backend.pinned((StepOutputs.NUM_PAGES, limits.max_num_draws), torch.int32)
@@ -59,7 +45,6 @@ class ModelRunner:
         self.step = backend.make_step(
             StepParts(
                 model=model,
-                groups=groups,
                 draft_model=draft_model,
                 tables=self.tables,
                 current=self.current,
@@ -93,7 +78,7 @@ class ModelRunner:
             self.current.set(batch, shape)
             self.inputs.set(batch, shape)
             self.writes.flush()
-            self.outputs.make_room()
+            self.outputs.free_page()
             hidden = self.captured.run(shape, ranks)
             self.step.draw(batch, shape, hidden)
             logprobs = self.processors.logprobs(batch, self.step, hidden)

@@ -51,7 +51,7 @@ class StepLimits:
         return 2 * (1 + self.max_drafts) if self.max_drafts else 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepShape:
     """The size of a step, and bounds of its sequences."""
 
@@ -64,6 +64,13 @@ class StepShape:
     num_wanted: int | None = None  # tokens that go through the whole last layer; None: all of them
     max_drafts: int = 0  # of one sequence
     num_draws: int | None = None  # with drafts: the number of draws, at least one for each sequence
+
+    @classmethod
+    def of_decodes(cls, num_seqs: int, max_seq_len: int) -> StepShape:
+        """Return the shape of a step of one token for each sequence."""
+        return cls(
+            num_seqs=num_seqs, num_tokens=num_seqs, num_decodes=num_seqs, max_query_len=1, max_seq_len=max_seq_len
+        )
 
     @property
     def is_decode(self) -> bool:
@@ -206,25 +213,36 @@ class CudaShapes:
 
     def _one_decode(self, context: int) -> StepShape:
         """Return the size for one short sequence. This is frequent, and has its own attention kernel."""
-        return StepShape(1, 1, 1, 1, context)
+        return StepShape.of_decodes(1, context)
 
     def _decode(self, num_seqs: int) -> StepShape:
-        return StepShape(num_seqs, num_seqs, num_seqs, 1, self._max_model_len)
+        return StepShape.of_decodes(num_seqs, self._max_model_len)
 
     def _with_drafts(self, size: DraftedSize, context: int | None = None) -> StepShape:
         """Return the size for drafted sequences. For a single short one, `context` is the most tokens it may have."""
-        num_seqs, num_tokens, longest = size
-        context = context or self._max_model_len
-        shape = StepShape(num_seqs, num_tokens, 0, longest, context)
-        return replace(shape, max_drafts=self._max_drafts, num_draws=num_tokens)
+        return StepShape(
+            num_seqs=size.num_seqs,
+            num_tokens=size.num_tokens,
+            num_decodes=0,
+            max_query_len=size.longest,
+            max_seq_len=context or self._max_model_len,
+            max_drafts=self._max_drafts,
+            num_draws=size.num_tokens,
+        )
 
     def _mix_with_drafts(self, size: DraftedMix) -> StepShape:
         mix, num_draws = self._mix(size.num_seqs, size.num_tokens), size.num_draws
         return replace(mix, num_wanted=num_draws, max_drafts=self._max_drafts, num_draws=num_draws)
 
     def _mix(self, num_seqs: int, num_tokens: int) -> StepShape:
-        longest = min(num_tokens, self._max_model_len)
-        return StepShape(num_seqs, num_tokens, 0, longest, self._max_model_len, num_wanted=num_seqs)
+        return StepShape(
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            num_decodes=0,
+            max_query_len=min(num_tokens, self._max_model_len),
+            max_seq_len=self._max_model_len,
+            num_wanted=num_seqs,
+        )
 
 
 class CpuShapes:
@@ -271,15 +289,24 @@ class CpuShapes:
         return size.num_wanted
 
     def _decode(self, num_seqs: int) -> StepShape:
-        return StepShape(num_seqs, num_seqs, num_seqs, 1, self._max_model_len)
+        return StepShape.of_decodes(num_seqs, self._max_model_len)
 
     def _with_drafts(self, num_tokens: int) -> StepShape:
-        return StepShape(min(self._max_num_seqs, num_tokens), num_tokens, 0, num_tokens, self._max_model_len)
+        return self._chunks(min(self._max_num_seqs, num_tokens), num_tokens, num_wanted=None)
 
     def _mix(self, num_tokens: int) -> StepShape:
         # Fewer wanted tokens than tokens: a recorded call tells the two numbers apart by their values.
-        num_wanted = min(self._max_num_seqs, num_tokens - 1)
-        return StepShape(self._max_num_seqs, num_tokens, 0, num_tokens, self._max_model_len, num_wanted=num_wanted)
+        return self._chunks(self._max_num_seqs, num_tokens, num_wanted=min(self._max_num_seqs, num_tokens - 1))
+
+    def _chunks(self, num_seqs: int, num_tokens: int, num_wanted: int | None) -> StepShape:
+        return StepShape(
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            num_decodes=0,
+            max_query_len=num_tokens,
+            max_seq_len=self._max_model_len,
+            num_wanted=num_wanted,
+        )
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

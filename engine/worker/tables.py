@@ -10,11 +10,13 @@ All tables are in one tensor, so a change is an address with some values, whiche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,6 +30,28 @@ from .shapes import StepLimits
 
 _ALIGNMENT = 64  # elements: every table begins on a cache line, as kernels prefer
 Values = Sequence[int] | NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class CacheArenas:
+    """The memory of an engine's caches on one rank, by cache group."""
+
+    # Of each group: blocks of tokens in the shape of its layout, or slots of states as bytes [slots, slot_bytes].
+    tensors: Sequence[Tensor]
+    of_model: Sequence[int] | None = None  # the model's groups, in its order; None: all. A draft model may have others
+    # For groups of states whose requests have drafts, the inputs of drafts: bytes [places, place_bytes].
+    draft_inputs: Mapping[int, Tensor] = field(default_factory=dict)
+    checkpoint_tokens: int = CHECKPOINT_TOKENS
+
+    @property
+    def model_groups(self) -> Sequence[int]:
+        """The numbers of the model's groups, in its order."""
+        return range(len(self.tensors)) if self.of_model is None else self.of_model
+
+    @property
+    def state_groups(self) -> Sequence[int]:
+        """The numbers of the groups whose entries are slots of states."""
+        return [group for group, tensor in enumerate(self.tensors) if tensor.dtype == torch.uint8]
 
 
 class TableWrites(Protocol):
@@ -89,58 +113,50 @@ class RowTables:
 
     With drafts, a state is that after the first `applied[g][row]` tokens: fewer than are computed if drafts were
     accepted (`kernels.state_batch.Replay`). `guesses[row]`, made by the host or the device, are those of the row's
-    tokens from index `first_guess[row]` on. If the device makes guesses, `room[row]` is the number of tokens that the
-    row's blocks hold, and `read[row]` the number of tokens that a draft model has read. The host knows that at most
+    tokens from index `first_guess[row]` on. If the device makes guesses, `capacity[row]` is the number of tokens that
+    the row's blocks hold, and `read[row]` the number of tokens that a draft model has read. The host knows that at most
     `unread[row]` of the computed tokens are not read, and that the request began with `num_known[row]` tokens.
     """
 
-    def __init__(
-        self,
-        memory: Tensor,
-        writes: TableWrites,
-        limits: StepLimits,
-        num_groups: int = 1,
-        state_groups: Sequence[int] = (),
-        checkpoint_tokens: int = CHECKPOINT_TOKENS,
-    ) -> None:
-        """`memory` has `num_values(limits, num_groups, len(state_groups), checkpoint_tokens)` zeros; `writes` applies
-        changes to it.
+    def __init__(self, memory: Tensor, writes: TableWrites, limits: StepLimits, arenas: CacheArenas) -> None:
+        """`memory` has `num_values(limits, arenas)` zeros; `writes` applies changes to it.
 
-        `state_groups`: the cache groups whose entries are slots of states. The CPU keeps their tables, too, because a
-        step of chunks is cut at the ends of their entries.
+        The CPU keeps the tables of groups of states, too, because a step of chunks is cut at the ends of their entries.
         """
         self.memory = memory
         self._writes = writes
-        shapes = _table_shapes(limits, num_groups, len(state_groups), checkpoint_tokens)
-        addresses = accumulate((_table_size(*shape) for shape in shapes), initial=0)
-        tables = [Table(memory, address, *shape) for address, shape in zip(addresses, shapes, strict=False)]
-        self.tokens, self._blocks, self.sampling, self.computed = tables[:4]
-        self.rows, self.samples, self.query_start, self.draw_start = tables[4:8]
-        self.guesses, self.first_guess, applied, self.room, self.read = tables[-5:]
-        self.applied = dict(zip(state_groups, applied.tensor, strict=True))
-        self._applied = applied
-        size = len(StateTables._fields)
+        num_groups, state_groups = len(arenas.tensors), arenas.state_groups
+        shapes = _table_shapes(limits, arenas)
+        addresses = accumulate(map(_table_size, shapes.values()), initial=0)
+        tables = {
+            name: Table(memory, address, *shape)
+            for (name, shape), address in zip(shapes.items(), addresses, strict=False)
+        }
+        self.tokens, self._blocks = tables["tokens"], tables["blocks"]
+        self.sampling, self.computed = tables["sampling"], tables["computed"]
+        self.rows, self.samples = tables["rows"], tables["samples"]
+        self.query_start, self.draw_start = tables["query_start"], tables["draw_start"]
+        self.guesses, self.first_guess = tables["guesses"], tables["first_guess"]
+        self.capacity, self.read = tables["capacity"], tables["read"]
+        self._applied = tables["applied"]
+        self.applied = dict(zip(state_groups, self._applied.tensor, strict=True))
         self.states = {
-            group: StateTables(*tables[first : first + size])
-            for group, first in zip(state_groups, range(8, len(tables) - 5, size), strict=True)
+            group: StateTables(*(tables[f"{name} {group}"] for name in StateTables._fields)) for group in state_groups
         }
         self.blocks = self._blocks.tensor.unflatten(0, (num_groups, -1))
         self.rows.tensor.fill_(-1)
         self.step = StepTables(self.tokens.tensor, self.blocks, self.computed.tensor[0], BLOCK_SIZE)
         self._num_rows = limits.max_num_seqs
-        self._tells_room = limits.guesses_on_device
+        self._writes_capacity = limits.guesses_on_device
         self.unread = [0] * limits.max_num_seqs
         self.num_known = [0] * limits.max_num_seqs
         self._num_blocks = [[0] * limits.max_num_seqs for _ in range(num_groups)]  # length of each row's block tables
         self.state_slots = {group: [list[int]() for _ in range(limits.max_num_seqs)] for group in state_groups}
 
     @staticmethod
-    def num_values(
-        limits: StepLimits, num_groups: int = 1, num_state_groups: int = 0, checkpoint_tokens: int = CHECKPOINT_TOKENS
-    ) -> int:
+    def num_values(limits: StepLimits, arenas: CacheArenas) -> int:
         """Return how many int32 the tables take."""
-        shapes = _table_shapes(limits, num_groups, num_state_groups, checkpoint_tokens)
-        return sum(_table_size(*shape) for shape in shapes)
+        return sum(map(_table_size, _table_shapes(limits, arenas).values()))
 
     def guess(self, row: int, first: int, token_ids: Sequence[int]) -> None:
         """Write guesses of a row's tokens from index `first` on; if there is not room for all, the last of them."""
@@ -173,8 +189,8 @@ class RowTables:
         for number in range(len(self.applied)):
             add(self._applied.address(number, row), [start.num_computed])
         self.unread[row], self.num_known[row] = 0, prompt_len + len(start.output_token_ids)
-        if self._tells_room:
-            add(self.room.address(0, row), [self.room_of(row)])
+        if self._writes_capacity:
+            add(self.capacity.address(0, row), [self.capacity_of(row)])
             add(self.read.address(0, row), [start.num_computed])
 
     def append_blocks(self, chunks: Sequence[Chunk]) -> None:
@@ -194,13 +210,13 @@ class RowTables:
                     blocks.append(new[0])
                 elif new:
                     self._writes.add(address, new)
-            if self._tells_room:
-                addresses.append(self.room.address(0, chunk.row))
-                blocks.append(self.room_of(chunk.row))
+            if self._writes_capacity:
+                addresses.append(self.capacity.address(0, chunk.row))
+                blocks.append(self.capacity_of(chunk.row))
         if addresses:
             self._writes.add_singles(addresses, blocks)
 
-    def room_of(self, row: int) -> int:
+    def capacity_of(self, row: int) -> int:
         """Return how many tokens a row's blocks can hold in every group of token blocks."""
         kept = (counts[row] for group, counts in enumerate(self._num_blocks) if group not in self.state_slots)
         return BLOCK_SIZE * min(kept)
@@ -215,19 +231,38 @@ class RowTables:
         return self._blocks.address(group * self._num_rows + row, entry)
 
 
-def _table_shapes(
-    limits: StepLimits, num_groups: int, num_state_groups: int, checkpoint_tokens: int
-) -> list[tuple[int, int]]:
-    seqs = limits.max_num_seqs
-    max_blocks = -(-limits.max_model_len // BLOCK_SIZE)
-    chunks = most_chunks(seqs, limits.max_num_batched_tokens, checkpoint_tokens)
-    by_row = [(seqs, limits.max_model_len), (num_groups * seqs, max_blocks), (seqs, ROW_WORDS)]
-    states = [(1, seqs), (1, seqs), (1, 1), (1, chunks + 1), (1, chunks), (1, chunks), (1, seqs + 1)]
+def _table_shapes(limits: StepLimits, arenas: CacheArenas) -> dict[str, tuple[int, int]]:
+    """Return the rows and the width of each table, in the order in which they lie in memory."""
+    seqs, num_groups = limits.max_num_seqs, len(arenas.tensors)
+    chunks = most_chunks(seqs, limits.max_num_batched_tokens, arenas.checkpoint_tokens)
+    widths_of_states = {
+        "sources": seqs,
+        "targets": seqs,
+        "num_decodes": 1,
+        "chunk_start": chunks + 1,
+        "chunk_seqs": chunks,
+        "checkpoints": chunks,
+        "seq_chunks": seqs + 1,
+    }
     lines = seqs + limits.guesses_on_device  # steps that guess use the last line for their padding
-    on_device = [(1, seqs), (1, lines)] if limits.guesses_on_device else [(1, 0)] * 2
-    drafts = [(lines, limits.max_guesses), (1, lines), (num_state_groups, seqs), *on_device]
-    return [*by_row, *[(1, seqs)] * 3, *[(1, seqs + 1)] * 2, *states * num_state_groups, *drafts]
+    return {
+        "tokens": (seqs, limits.max_model_len),
+        "blocks": (num_groups * seqs, -(-limits.max_model_len // BLOCK_SIZE)),
+        "sampling": (seqs, ROW_WORDS),
+        "computed": (1, seqs),
+        "rows": (1, seqs),
+        "samples": (1, seqs),
+        "query_start": (1, seqs + 1),
+        "draw_start": (1, seqs + 1),
+        **{f"{name} {group}": (1, width) for group in arenas.state_groups for name, width in widths_of_states.items()},
+        "guesses": (lines, limits.max_guesses),
+        "first_guess": (1, lines),
+        "applied": (len(arenas.state_groups), seqs),
+        "capacity": (1, seqs if limits.guesses_on_device else 0),
+        "read": (1, lines if limits.guesses_on_device else 0),
+    }
 
 
-def _table_size(rows: int, width: int) -> int:
+def _table_size(shape: tuple[int, int]) -> int:
+    rows, width = shape
     return -(-rows * width // _ALIGNMENT) * _ALIGNMENT

@@ -7,7 +7,7 @@ ProfileRun     a GPU: every size of step; the peak of memory determines the numb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ from baton.kernels.mla import MAX_EXPANDED_TOKENS, MOST_TILED_TOKENS
 
 from ..core.layout import BLOCK_SIZE
 from ..core.sampling import MAX_LOGPROBS, SamplingParams
-from ..core.step import Chunk, RowStart, Runner, StepPlan
+from ..core.step import Chunk, RowStart, StepPlan
 from ..layers.base import Layer
 from ..parallel.groups import ParallelGroups
 from .expert_balance import spread_experts
@@ -45,11 +45,10 @@ _SPARE_BYTES = 256 << 20
 _FRAGMENTATION = 0.05  # as a share of the peak
 
 
-def warm_up(runner: Runner, limits: StepLimits, num_blocks: int, num_groups: int = 1) -> None:
-    """Run a prompt and a decode step with every kind of sampling, in blocks without content.
-
-    Each of the `num_groups` arenas has at least `num_blocks`.
-    """
+def warm_up(runner: ModelRunner) -> None:
+    """Run a prompt and a decode step with every kind of sampling, in blocks without content."""
+    limits, tensors = runner.limits, runner.arenas.tensors
+    num_blocks = min(len(tensor) for tensor in tensors)
     room = min(limits.max_num_batched_tokens, limits.max_model_len - 2, num_blocks * BLOCK_SIZE - 1)
     prompt_len = max(1, min(_PROMPT_LEN, room))
     start = RowStart(
@@ -60,7 +59,7 @@ def warm_up(runner: Runner, limits: StepLimits, num_blocks: int, num_groups: int
         sampling=EVERY_KIND,
         seed=0,
         stop_token_ids=[],
-        block_tables=[list(range(-(-(prompt_len + 1) // BLOCK_SIZE)))] * num_groups,
+        block_tables=[list(range(-(-(prompt_len + 1) // BLOCK_SIZE)))] * len(tensors),
     )
     prompt = Chunk(row=0, start=0, num_tokens=prompt_len, samples=True, new_block_ids=[])
     decode = Chunk(row=0, start=prompt_len, num_tokens=1, samples=True, new_block_ids=[])
@@ -116,13 +115,13 @@ class ProfileRun:
         largest_captured = max((shape.num_tokens for shape in self._captured), default=0)
         eager = list(eager_shapes(limits, largest_captured))
         step_bytes = max(
-            self._peak_bytes(lambda: largest_step(self._make_runner(), limits)),
+            self._peak_bytes(lambda: largest_step(self._make_runner())),
             self._peak_bytes(lambda: padding_steps(self._make_runner(), eager[:1])),
             self._peak_bytes(lambda: padding_steps(self._make_runner(), drafted_mix(limits, largest_captured))),
         )
         captured_bytes = self._peak_bytes(lambda: padding_steps(self._make_runner(), self._captured[:1]))
         padding_steps(self._make_runner(), [*eager[1:], *self._captured[1:], *self._eager_decodes])
-        scored_steps(self._make_runner(), limits, up_to=max(largest_captured, MAX_SCORED_ROWS))
+        scored_steps(self._make_runner(), up_to=max(largest_captured, MAX_SCORED_ROWS))
         if limits.max_drafts:
             edited_drafts(self._make_runner())
         return StepMemory(step_bytes, captured_bytes, len(self._captured))
@@ -148,8 +147,15 @@ def eager_shapes(limits: StepLimits, largest_captured: int) -> Iterator[StepShap
     decodes = 1 if limits.max_num_seqs > 1 else 0
 
     def chunk(tokens: int, num_kv_tokens: int | None) -> StepShape:
-        longest = min(tokens, limits.max_model_len)
-        return StepShape(decodes + 1, tokens, decodes, longest, limits.max_model_len, num_kv_tokens, decodes + 1)
+        return StepShape(
+            num_seqs=decodes + 1,
+            num_tokens=tokens,
+            num_decodes=decodes,
+            max_query_len=min(tokens, limits.max_model_len),
+            max_seq_len=limits.max_model_len,
+            num_kv_tokens=num_kv_tokens,
+            num_wanted=decodes + 1,
+        )
 
     yield chunk(largest, MAX_EXPANDED_TOKENS)
     yield chunk(largest, None)
@@ -170,10 +176,17 @@ def drafted_mix(limits: StepLimits, largest_captured: int) -> list[StepShape]:
     if not limits.max_drafts or largest <= max(largest_captured, 2):
         return []
     num_draws = min(limits.max_num_draws, largest - 1)
-    seqs = min(limits.max_num_seqs, num_draws)
-    longest = min(largest, limits.max_model_len)
-    mix = StepShape(seqs, largest, 0, longest, limits.max_model_len, num_wanted=num_draws)
-    return [replace(mix, max_drafts=limits.max_drafts, num_draws=num_draws)]
+    mix = StepShape(
+        num_seqs=min(limits.max_num_seqs, num_draws),
+        num_tokens=largest,
+        num_decodes=0,
+        max_query_len=min(largest, limits.max_model_len),
+        max_seq_len=limits.max_model_len,
+        num_wanted=num_draws,
+        max_drafts=limits.max_drafts,
+        num_draws=num_draws,
+    )
+    return [mix]
 
 
 @torch.inference_mode()
@@ -187,27 +200,29 @@ def padding_steps(runner: ModelRunner, shapes: Sequence[StepShape]) -> None:
     runner.backend.synchronize()
 
 
-def scored_steps(runner: ModelRunner, limits: StepLimits, up_to: int) -> None:
+def scored_steps(runner: ModelRunner, up_to: int) -> None:
     """Run steps with a prompt whose tokens are all scored, alone and after a decode. Such steps are never captured.
 
     Sizes are powers of two, by which kernels are chosen, and the largest.
     """
+    limits = runner.limits
     largest = min(up_to, limits.max_num_batched_tokens)
     freed: list[int] = []
     for tokens in [*(1 << bits for bits in range(2, largest.bit_length()) if 1 << bits < largest), largest]:
         for decodes in range(min(2, limits.max_num_seqs)):
             lens = [*[1] * decodes, min(tokens - decodes, limits.max_model_len - 1)]
-            starts = [_start(row, length, len(runner.arenas)) for row, length in enumerate(lens)]
+            starts = [_start(row, length, len(runner.arenas.tensors)) for row, length in enumerate(lens)]
             chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=length > 1) for row, length in enumerate(lens)]
             runner.launch(StepPlan(0, freed, starts, chunks)).result()
             freed = list(range(len(lens)))
 
 
-def largest_step(runner: ModelRunner, limits: StepLimits) -> None:
+def largest_step(runner: ModelRunner) -> None:
     """Run a step with all rows, as many tokens as fit, and every kind of sampling. All rows share block 0."""
+    limits = runner.limits
     rows = range(limits.max_num_seqs)
     length = min(limits.max_num_batched_tokens // limits.max_num_seqs, limits.max_model_len - 1)
-    starts = [_start(row, length, len(runner.arenas)) for row in rows]
+    starts = [_start(row, length, len(runner.arenas.tensors)) for row in rows]
     chunks = [Chunk(row, 0, length, True, [], prompt_logprobs=row == 0) for row in rows]
     guesses = limits.max_guesses_on_device
     runner.launch(StepPlan(0, [], starts, chunks, num_guesses=guesses)).result()
@@ -216,7 +231,7 @@ def largest_step(runner: ModelRunner, limits: StepLimits) -> None:
 
 def edited_drafts(runner: ModelRunner) -> None:
     """Run a decode with a draft, and draw after both of its tokens from edited logits, as with a grammar."""
-    start = _start(row=0, length=1, num_groups=len(runner.arenas))
+    start = _start(row=0, length=1, num_groups=len(runner.arenas.tensors))
     drafted = Chunk(0, 1, 2, True, [], num_drafts=1, drafts=(0,))
     runner.launch(StepPlan(0, [], [start], [Chunk(0, 0, 1, True, [])])).result()
     runner.launch(StepPlan(0, [], [], [drafted])).result()

@@ -21,6 +21,7 @@ from baton.cluster.contracts import (
     Reach,
     Role,
 )
+from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.connector import (
     BlocksReleased,
     ConnectorEvent,
@@ -32,7 +33,7 @@ from baton.engine.core.connector import (
     ReceiveFailed,
     TransferId,
 )
-from baton.engine.core.engine import EngineCore, EngineCoreConfig, EngineFailed
+from baton.engine.core.engine import EngineCore, EngineFailed
 from baton.engine.core.grammar import GrammarSource
 from baton.engine.core.messages import (
     EngineError,

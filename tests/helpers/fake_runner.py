@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.engine.core.engine import EngineCoreConfig
+from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.logprobs import Logprobs, TokenLogprobs
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
 

@@ -42,14 +42,14 @@ class RowPool:
 
 class Fence:
     def __init__(self, rows: RowPool, groups: Sequence[CacheGroup]) -> None:
-        self._rows = rows
+        self.rows = rows
         self._pools = [group.pool for group in groups]
         self._settled = NEVER
         self._retired: dict[int, list[tuple[int, list[list[int]]]]] = {}
         self._behind: dict[int, list[tuple[int, list[int]]]] = {}  # given up behind windows: the group and its blocks
 
     @property
-    def has_waiting_requests(self) -> bool:
+    def has_retired_requests(self) -> bool:
         """True while some request's rows and blocks wait for a step in flight, so that room is about to come free."""
         return bool(self._retired)
 
@@ -93,6 +93,6 @@ class Fence:
 
     def _free(self, row: int, blocks: list[list[int]]) -> None:
         if row != NO_ROW:
-            self._rows.give_back(row)
+            self.rows.give_back(row)
         for pool, owned in zip(self._pools, blocks, strict=False):  # a request without blocks has no lists
             pool.release(owned)

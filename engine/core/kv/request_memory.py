@@ -143,7 +143,7 @@ class RequestMemory:
         prefix = self._deepest(hashes, with_tiers)
         missing = [
             MissingBlock(number, entry, hashes[group.last_block(entry)])
-            for number, (group, hit) in enumerate(self._with(prefix.hits))
+            for number, (group, hit) in enumerate(self._with_groups(prefix.hits))
             for entry in _entries_in_tiers(hit)
         ]
         return RestorePlan(prefix, missing, (prefix.num_blocks - known.num_blocks) * self._block_size)
@@ -185,7 +185,7 @@ class RequestMemory:
                 return Shortage(request.priority, starts, pool, pool.num_dropped + num_lacking)
         return None
 
-    def lasts(self, shortage: Shortage, request: Request) -> bool:
+    def shortage_persists(self, shortage: Shortage, request: Request) -> bool:
         """Return whether a request still has a shortage, whoever has released blocks or begun to share them since."""
         if shortage.pool.num_dropped >= shortage.most_dropped or shortage.priority != request.priority:
             return False
@@ -203,13 +203,13 @@ class RequestMemory:
             num_there, firsts = prefix.num_blocks, [hit.first for hit in prefix.hits]
         else:
             num_there = loaded // self._block_size
-            firsts = [max(hit.first, group.first_visible(loaded)) for group, hit in self._with(prefix.hits)]
+            firsts = [max(hit.first, group.first_visible(loaded)) for group, hit in self._with_groups(prefix.hits)]
         return [
             TableStart(first, hit.blocks[first - hit.first :], group.entries_at_start(num_blocks, num_there))
-            for first, (group, hit) in zip(firsts, self._with(prefix.hits), strict=True)
+            for first, (group, hit) in zip(firsts, self._with_groups(prefix.hits), strict=True)
         ]
 
-    def _with(self, hits: Sequence[GroupHit]) -> Iterator[tuple[CacheGroup, GroupHit]]:
+    def _with_groups(self, hits: Sequence[GroupHit]) -> Iterator[tuple[CacheGroup, GroupHit]]:
         return zip(self._groups, hits, strict=True)
 
     def reserve(self, request: Request, plan: RestorePlan | None = None) -> bool:

@@ -102,7 +102,7 @@ class TierCopies:
                 pool.track_new_blocks()
 
     @property
-    def exists(self) -> bool:
+    def has_tiers(self) -> bool:
         return self._tiers is not None
 
     def block_log(self) -> BlockLog:

@@ -62,7 +62,7 @@ class Transfers:
         self._withdrawn: set[TransferId] = set()  # growing offers that were withdrawn and have not ended
 
     @property
-    def exist(self) -> bool:
+    def has_connector(self) -> bool:
         return self._connector is not None
 
     @property

@@ -67,7 +67,7 @@ class KVLoading:
 
     def find_restore(self, request: Request) -> RestorePlan | None:
         """Return what to restore of the request's prefix from the tiers; None if computing it is better."""
-        if not self._tier_copies.exists or not self._fence.has_passed(request.last_step):
+        if not self._tier_copies.has_tiers or not self._fence.has_passed(request.last_step):
             return None
         return self._tier_copies.find(request)
 
@@ -173,13 +173,13 @@ class Admission:
 
     def admit_ready(self, builder: StepBuilder) -> None:
         ready = self._loading.ready
-        while ready.head is not None and self._running.has_room and builder.budget:
+        while ready.head is not None and self._running.has_free_row and builder.budget:
             self._start(ready.take(), builder)
 
     def choose_short(self, prefills: Sequence[Request], builder: StepBuilder) -> list[Request]:
         """Return waiting prompts to start in this step, although prompts being read could use all of it."""
         unread = sum(request.num_tokens - request.num_computed for request in prefills)
-        if unread < builder.budget or not self._running.has_room or self._running.lacks_blocks:
+        if unread < builder.budget or not self._running.has_free_row or self._running.lacks_blocks:
             return []
         head = self._waiting.peek()
         if head is None:
@@ -221,7 +221,7 @@ class Admission:
             return False
         if (plan := self._loading.find_restore(request)) is not None:
             return self._loading.begin_restore(request, plan)
-        if builder.budget and self._running.has_room and self._reserve(request, builder):
+        if builder.budget and self._running.has_free_row and self._reserve(request, builder):
             self._waiting.remove(request)
             self._start(request, builder)
             return True

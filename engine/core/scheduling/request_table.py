@@ -98,7 +98,7 @@ class RequestTable(Mapping[str, Request]):
         """Return why a message is refused, or None. `live` is the request that has its id at present."""
         if live is not None and message.generation <= live.generation:
             return EngineError(ErrorKind.INVALID, f"request id {message.request_id!r} is in use by a live request")
-        can_transfer, can_constrain = self._transfers.exist, self._constraints.can_open
+        can_transfer, can_constrain = self._transfers.has_connector, self._constraints.can_open
         return refusal(message, self._config, can_transfer=can_transfer, can_constrain=can_constrain)
 
     def begin(self, request_id: str, generation: int, token_id: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 
-from ..kv.fence import Fence, RowPool
+from ..kv.fence import Fence
 from ..kv.request_memory import RequestMemory
 from ..kv.table_starts import Shortage
 from ..kv.transfers import Transfers
@@ -26,7 +26,6 @@ class RunningRequests:
 
     def __init__(
         self,
-        rows: RowPool,
         memory: RequestMemory,
         fence: Fence,
         transfers: Transfers,
@@ -38,7 +37,6 @@ class RunningRequests:
         """Create it. `overlaps`: steps are planned while others are in flight."""
         self.num_preemptions = 0
         self.lacks_blocks = False  # a running request lacks blocks in this step, so no waiting one gets any
-        self._rows = rows
         self._memory = memory
         self._fence = fence
         self._transfers = transfers
@@ -57,12 +55,11 @@ class RunningRequests:
 
     @property
     def num_free_rows(self) -> int:
-        return self._rows.num_free
+        return self._fence.rows.num_free
 
     @property
-    def has_room(self) -> bool:
-        """True if a row is free."""
-        return self._rows.num_free > 0
+    def has_free_row(self) -> bool:
+        return self._fence.rows.num_free > 0
 
     @property
     def num_unread_tokens(self) -> int:
@@ -74,7 +71,7 @@ class RunningRequests:
     def start(self, request: Request, builder: StepBuilder) -> None:
         """Give a request that has its blocks a row, and plan its first chunk."""
         request.move_to(RequestStatus.RUNNING)
-        request.row = self._rows.take()
+        request.row = self._fence.rows.take()
         insort(self._by_queue_key, request, key=QUEUE_ORDER)
         if self._shortage is not None and request.priority > self._shortage.priority:
             self._shortage = None  # its blocks may have been loading: then they did not count as releasable
@@ -123,7 +120,7 @@ class RunningRequests:
         if self._drafting is not None:
             unread = sum(request.num_tokens - request.num_computed for request in prefills)
             if self._drafting.begin_step(len(chunks), min(unread, builder.budget)):
-                num_others = len(prefills) + min(num_waiting, self._rows.num_free)
+                num_others = len(prefills) + min(num_waiting, self._fence.rows.num_free)
                 self._add_drafts(self._drafting, builder, num_others)
         self._reading = prefills.copy()
         return prefills
@@ -189,11 +186,11 @@ class RunningRequests:
 
         If held or arriving KV takes so much that the head would not fit all the same, nothing is preempted.
         """
-        if self._fence.has_waiting_requests or not (self.has_room or head.awaits_transfer):
+        if self._fence.has_retired_requests or not (self.has_free_row or head.awaits_transfer):
             return
         if not self._by_queue_key or self._by_queue_key[-1].priority <= head.priority:
             return
-        if self._shortage is not None and self._memory.lasts(self._shortage, head):
+        if self._shortage is not None and self._memory.shortage_persists(self._shortage, head):
             return
         self._shortage = None
         if self._memory.fits(head):
@@ -205,7 +202,7 @@ class RunningRequests:
         preemptible = [each for each in lower if self._is_preemptible(each)]
         if len(preemptible) < len(lower) and self._memory.shortage(head, without=preemptible) is not None:
             return
-        while preemptible and not self._fence.has_waiting_requests and not self._memory.fits(head):
+        while preemptible and not self._fence.has_retired_requests and not self._memory.fits(head):
             self.preempt(preemptible.pop())
 
     def _is_preemptible(self, request: Request) -> bool:
@@ -218,12 +215,9 @@ class RunningRequests:
             self._give_back_behind(request)
         while not (new_blocks := self._memory.grow(request)):
             self.lacks_blocks = True
-            behind = all(self._fence.will_release_blocks(group) for group in self._memory.dry_groups(request))
-            if (
-                self._fence.has_waiting_requests or behind or self._transfers.has_withdrawn_offers
-            ):  # blocks are on their way back
+            if self._will_get_blocks(request):
                 return []
-            last = self._last_in_queue_key()
+            last = self._next_to_preempt()
             if last is not None and last is not request:
                 self.preempt(last)
                 continue
@@ -235,7 +229,13 @@ class RunningRequests:
             return []
         return new_blocks
 
-    def _last_in_queue_key(self) -> Request | None:
+    def _will_get_blocks(self, request: Request) -> bool:
+        """Return whether blocks that the request lacks are on their way back: for a step in flight, or a reader."""
+        if self._fence.has_retired_requests or self._transfers.has_withdrawn_offers:
+            return True
+        return all(self._fence.will_release_blocks(group) for group in self._memory.dry_groups(request))
+
+    def _next_to_preempt(self) -> Request | None:
         """Return the next request to preempt. One whose last token is planned gives its blocks back soon anyway."""
         return next((request for request in reversed(self._by_queue_key) if request.has_unplanned_tokens), None)
 

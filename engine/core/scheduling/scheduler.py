@@ -84,25 +84,11 @@ class Scheduler:
         )
         self.drafting = drafting
         self.running = RunningRequests(
-            self.rows,
-            self.memory,
-            self.fence,
-            self.transfers,
-            self.waiting,
-            self.drafting,
-            overlaps=config.depth > 1,
+            self.memory, self.fence, self.transfers, self.waiting, self.drafting, overlaps=config.depth > 1
         )
         queues = Queues(self.waiting, self.loading, self.running)
         self.admission = Admission(queues, self.memory, self.fence, self.tier_copies)
-        self.requests = RequestTable(
-            config,
-            queues,
-            self.transfers,
-            self.fence,
-            self.constraints,
-            self.drafting,
-            clock,
-        )
+        self.requests = RequestTable(config, queues, self.transfers, self.fence, self.constraints, self.drafting, clock)
         self.steps = StepsInFlight(config.max_num_batched_tokens, self.memory)
         self._meter = StepMeter()
         self._clock = clock
@@ -221,7 +207,7 @@ class Scheduler:
             self.drafting.observe(num_decodes, num_drafts, num_prompt_tokens, seconds, plan.num_guesses)
         if len(self.requests) != num_live:
             self.running.remove_ended()
-        if self.tier_copies.exists:
+        if self.tier_copies.has_tiers:
             self.tier_copies.settled(plan.step, newest_planned=self.steps.num_planned - 1, num_tokens=plan.num_tokens)
         return self.take_outputs()
 

@@ -45,14 +45,14 @@ class GuessingHead(Protocol):
         hidden: Tensor,
         caches: Sequence[GroupCache | StateCache],
         wanted: Tensor | None = None,
-        of_ranks: tuple[int, ...] | None = None,
+        ranks: RankRows | None = None,
         number: int = 0,
     ) -> DraftStates:
         """Return the draft head's states for the `wanted` [R] int64 tokens, or for all. Writes the KV of all tokens.
 
         `hidden` [T, ...] is the head's input for all tokens, and `token_ids` [T] are the tokens that follow them. Only
-        called in engines in which this head guesses. `of_ranks`: for how many tokens each data-parallel rank gets
-        states, if ranks run this together; None: for as many as this rank. `number`: the draft layer.
+        called in engines in which this head guesses. If data-parallel ranks run this together, each gets states for
+        `ranks.seqs` tokens; None: for as many as this rank. `number`: the draft layer.
         """
         ...
 
@@ -101,7 +101,6 @@ class StepParts:
     """The objects that the steps of one runner read and write."""
 
     model: Model
-    groups: Sequence[int]  # the model's cache groups
     draft_model: DraftModel | None  # guesses instead of the model's own draft head
     tables: RowTables
     current: CurrentBatch

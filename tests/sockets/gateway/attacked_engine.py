@@ -16,7 +16,8 @@ import sys
 import time
 
 from baton.cluster.engines.server import EngineServer
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.config import EngineCoreConfig
+from baton.engine.core.engine import EngineCore
 from baton.engine.core.logprobs import Logprobs
 from baton.engine.core.messages import EngineOutput
 from baton.engine.core.sampling import MAX_LOGPROBS

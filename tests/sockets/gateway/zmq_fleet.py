@@ -17,7 +17,8 @@ from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.settings import GatewaySettings, QueueLimits
 from baton.engine.core.block_log import BlockLog
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.config import EngineCoreConfig
+from baton.engine.core.engine import EngineCore
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.pace import StepTimes
 from baton.engine.net.curve import ClusterKey

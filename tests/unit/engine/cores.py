@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.core.config import CacheGroupConfig
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
+from baton.engine.core.engine import EngineCore
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.requests.drafting import Drafting
 from baton.engine.hf_config.model_config import ModelConfig
@@ -16,6 +16,7 @@ from baton.engine.startup.device import load_draft_model
 from baton.engine.worker.backends import Backend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import StepLimits
+from baton.engine.worker.tables import CacheArenas
 
 from ...helpers.at_once import make_masks_at_once
 from ...helpers.kv_memory import allocate_kv
@@ -34,15 +35,9 @@ class Engines:
     def runner(self, backend: Backend, num_blocks: int) -> ModelRunner:
         """Make a runner with so many blocks in each cache group."""
         layout, own, _ = engine_caches(self.config)
-        return ModelRunner(
-            self.model,
-            [allocate_kv(group.blocks, num_blocks).fill_(float("nan")) for group in layout.groups],
-            backend,
-            self.limits,
-            self.config.vocab_size,
-            groups=own,
-            draft_model=self.draft_model,
-        )
+        tensors = [allocate_kv(group.blocks, num_blocks).fill_(float("nan")) for group in layout.groups]
+        arenas = CacheArenas(tensors, own)
+        return ModelRunner(self.model, arenas, backend, self.limits, self.config.vocab_size, self.draft_model)
 
     def core(self, runner: ModelRunner, num_blocks: int, depth: int, drafting: Drafting | None = None) -> EngineCore:
         groups = engine_caches(self.config).layout.groups

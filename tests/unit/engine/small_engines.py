@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.core.config import CacheGroupConfig
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
+from baton.engine.core.engine import EngineCore
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model
 from baton.engine.worker.backends import Backend
@@ -17,6 +17,7 @@ from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.tables import CacheArenas
 from baton.engine.worker.warmup import ProfileRun, warm_up
 
 from ...helpers.inline_stream import InlineStream
@@ -58,10 +59,12 @@ def warmed_up_arenas(config: ModelConfig, kind: str, *, captured_tokens: int) ->
     arenas = [allocate_kv(group.blocks, 4).zero_() for group in config.caches.groups]
 
     def make_runner() -> ModelRunner:
-        return ModelRunner(model, arenas, backend_of(kind, captured_tokens=captured_tokens), LIMITS, config.vocab_size)
+        return ModelRunner(
+            model, CacheArenas(arenas), backend_of(kind, captured_tokens=captured_tokens), LIMITS, config.vocab_size
+        )
 
     if kind == "cpu":
-        warm_up(make_runner(), LIMITS, 4, len(arenas))
+        warm_up(make_runner())
     else:
         sizes = list(CudaShapes(LIMITS, max_tokens=captured_tokens).in_capture_order())
         ProfileRun(make_runner, sizes, lambda work: work() or 0, LIMITS).run()

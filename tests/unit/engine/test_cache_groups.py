@@ -18,6 +18,7 @@ from baton.engine.models import load_config, load_model
 from baton.engine.startup.arenas import needs_of
 from baton.engine.startup.build import build_engine
 from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.tables import CacheArenas
 
 from ...helpers.checkpoints import write_checkpoint
 from ...helpers.kv_memory import allocate_kv
@@ -57,7 +58,11 @@ def engine_of(config: ModelConfig, num_blocks: int, kind: str = "cpu", *, captur
     groups = config.caches.groups
     arenas = [allocate_kv(group.blocks, num_blocks).fill_(1000.0) for group in groups]
     runner = ModelRunner(
-        load_model(config), arenas, backend_of(kind, captured_tokens=CAPTURED_TOKENS), LIMITS, config.vocab_size
+        load_model(config),
+        CacheArenas(arenas),
+        backend_of(kind, captured_tokens=CAPTURED_TOKENS),
+        LIMITS,
+        config.vocab_size,
     )
     if captured:
         runner.capture()

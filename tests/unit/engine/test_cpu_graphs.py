@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from baton.engine import LLM, SamplingParams
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.config import EngineCoreConfig
+from baton.engine.core.engine import EngineCore
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.layers import mlp
@@ -22,6 +23,7 @@ from baton.engine.worker.backends import CapturedSteps, cpu
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, StepLimits
+from baton.engine.worker.tables import CacheArenas
 from baton.kernels import native
 from baton.kernels.attention import AttentionRule, paged_attention
 from baton.kernels.embedding import embedding
@@ -225,7 +227,7 @@ class NativeModel:
 def native_core(num_blocks: int, *, captured: bool) -> tuple[EngineCore, ModelRunner]:
     """Make an engine of the native model. Its blocks start as NaN, so that reading an unwritten one shows."""
     kv = allocate_kv(LAYOUT, num_blocks).fill_(float("nan"))
-    runner = ModelRunner(NativeModel(), [kv], CpuBackend(CpuShapes(LIMITS)), LIMITS, VOCAB_SIZE)
+    runner = ModelRunner(NativeModel(), CacheArenas([kv]), CpuBackend(CpuShapes(LIMITS)), LIMITS, VOCAB_SIZE)
     if captured:
         runner.capture()
         assert bool(torch.isnan(kv).all()), "recording computes nothing"

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from baton.engine import SamplingParams
-from baton.engine.core.engine import EngineCore, EngineCoreConfig
+from baton.engine.core.config import EngineCoreConfig
+from baton.engine.core.engine import EngineCore
 from baton.engine.core.grammar import GrammarSource
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.messages import EngineRequest, ErrorKind
@@ -30,6 +31,7 @@ from baton.engine.worker.backends.cuda import CudaBackend, CudaStep
 from baton.engine.worker.backends.staged_writes import StagedWrites
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, StepShape
+from baton.engine.worker.tables import CacheArenas
 from baton.engine.worker.warmup import ProfileRun, StepMemory, eager_shapes, largest_step, padding_steps
 
 from ...helpers.inline_stream import InlineStream
@@ -60,13 +62,13 @@ class Workshop:
 
     def cpu_runner(self, num_blocks: int = 64) -> ModelRunner:
         backend = CpuBackend(CpuShapes(LIMITS))
-        return ModelRunner(self.model, [self.kv(num_blocks)], backend, LIMITS, self.config.vocab_size)
+        return ModelRunner(self.model, CacheArenas([self.kv(num_blocks)]), backend, LIMITS, self.config.vocab_size)
 
     def device_runner(self, num_blocks: int = 64, *, max_captured_tokens: int = 32) -> ModelRunner:
         """Make a runner that has "captured" decodes and mixed steps up to so many tokens, or nothing if None."""
         shapes = CudaShapes(LIMITS, max_tokens=max_captured_tokens)
         backend = CudaBackend(InlineStream(), shapes, torch.float32)
-        return ModelRunner(self.model, [self.kv(num_blocks)], backend, LIMITS, self.config.vocab_size)
+        return ModelRunner(self.model, CacheArenas([self.kv(num_blocks)]), backend, LIMITS, self.config.vocab_size)
 
     def captured_runner(self, num_blocks: int = 64) -> ModelRunner:
         runner = self.device_runner(num_blocks)
@@ -209,7 +211,7 @@ def test_a_request_whose_kv_is_damaged_ends_with_an_error_and_no_other_does(
     core.add(EngineRequest(request_id="damaged", prompt_token_ids=list(range(3, 40)), sampling=sampling))
     while not (outputs := core.step()):
         pass
-    runner.arenas[0].fill_(float("nan"))
+    runner.arenas.tensors[0].fill_(float("nan"))
     core.add(EngineRequest(request_id="sound", prompt_token_ids=list(range(50, 90)), sampling=sampling))
     while core.has_work():
         outputs += core.step()
@@ -259,7 +261,7 @@ def test_a_step_of_nothing_but_padding_leaves_no_trace(workshop: Workshop) -> No
     padding_steps(runner, list(CudaShapes(LIMITS, max_tokens=32).in_capture_order()))
     assert torch.equal(runner.tables.memory, fresh.tables.memory)
     assert not runner.outputs.ring.pages.any()
-    assert bool(torch.isnan(runner.arenas[0]).all()), "padding wrote into a block"
+    assert bool(torch.isnan(runner.arenas.tensors[0]).all()), "padding wrote into a block"
 
 
 # ------------------------------------------------------------------------------------ before ready
@@ -267,7 +269,7 @@ def test_a_step_of_nothing_but_padding_leaves_no_trace(workshop: Workshop) -> No
 
 def test_the_largest_step_leaves_rows_that_remember_nothing(workshop: Workshop) -> None:
     runner = workshop.device_runner()
-    largest_step(runner, LIMITS)
+    largest_step(runner)
     core = workshop.core(runner)
     fresh = workshop.core(workshop.device_runner())
     for i in range(MAX_NUM_SEQS):
@@ -288,7 +290,7 @@ def test_sizes_that_are_run_before_ready_reach_from_the_captured_ones_to_the_lar
     everything = list(eager_shapes(LIMITS, largest_captured=0))
     assert [shape.num_tokens for shape in everything] == [64, 64, 32, 32, 16, 16, 8, 8, 4, 4]
     padding_steps(runner, everything)
-    assert bool(torch.isnan(runner.arenas[0]).all()), "padding wrote into a block"
+    assert bool(torch.isnan(runner.arenas.tensors[0]).all()), "padding wrote into a block"
 
 
 def test_a_shortened_model_runs_each_kind_of_layer_and_the_last(workshop: Workshop) -> None:
@@ -307,7 +309,7 @@ def test_a_stub_model_steps_like_the_whole_one_with_weights_that_nothing_filled(
     indexes = [layer.self_attn.place.index for layer in workshop.model.model.layers]  # type: ignore[attr-defined]
     assert indexes == [0, len(kept.model.layers) - 1]
     runner = workshop.device_runner()
-    runner.arenas[0].zero_()
+    runner.arenas.tensors[0].zero_()
     padding_steps(runner, list(eager_shapes(StepLimits(2, 8, 9), largest_captured=0)))
 
 
@@ -331,7 +333,7 @@ def test_a_profile_run_runs_every_size_and_gives_the_peaks_of_the_largest(
 
     def make_runner() -> ModelRunner:
         runner = workshop.device_runner()
-        runner.arenas[0].zero_()
+        runner.arenas.tensors[0].zero_()
         return runner
 
     monkeypatch.setattr(CudaStep, "run", watched)
@@ -354,7 +356,7 @@ def test_a_runner_is_gone_when_nobody_has_it(workshop: Workshop) -> None:
     gc.disable()
     try:
         runner = workshop.device_runner()
-        largest_step(runner, LIMITS)
+        largest_step(runner)
         logits = weakref.ref(cuda_step(runner).logits)
         del runner
         assert logits() is None

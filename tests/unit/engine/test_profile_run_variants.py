@@ -46,6 +46,7 @@ from baton.engine.startup.model_config import read_model_config
 from baton.engine.worker import outputs
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.tables import CacheArenas
 from baton.engine.worker.shapes import CudaShapes, StepLimits, StepShape
 from baton.engine.worker.warmup import ProfileRun, padding_steps
 from baton.kernels import fp8
@@ -79,7 +80,10 @@ def any_step():
     decodes = rng.randint(0, seqs - 1)
     longest = rng.randint(-(-(tokens - decodes) // (seqs - decodes)), tokens - decodes)
     num_kv_tokens, num_wanted = rng.choice([tokens, 5000, 100_000]), rng.choice([None, seqs, seqs])
-    shape = StepShape(seqs, tokens, decodes, longest, 2048, num_kv_tokens, num_wanted)
+    shape = StepShape(
+        num_seqs=seqs, num_tokens=tokens, num_decodes=decodes, max_query_len=longest, max_seq_len=2048,
+        num_kv_tokens=num_kv_tokens, num_wanted=num_wanted,
+    )
     draws = min(tokens - 1, seqs + rng.randint(1, 4) * (seqs - 1))
     if not limits.max_drafts or draws <= seqs or rng.random() < 0.3:
         return shape
@@ -145,12 +149,11 @@ arenas = [torch.zeros(group.blocks.shape(1), dtype=torch.bfloat16) for group in 
 whole, stub = (
     ModelRunner(
         model,
-        arenas,
+        CacheArenas(arenas, caches.of_model),
         CudaBackend(InlineStream(), sizes, torch.bfloat16),
         limits,
         config.vocab_size,
-        groups=caches.of_model,
-        draft_model=draft_model,
+        draft_model,
     )
     for model, draft_model in zip(models, draft_models)
 )

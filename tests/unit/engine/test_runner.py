@@ -21,6 +21,7 @@ from baton.engine.worker.batch import Batch
 from baton.engine.worker.inputs import StepInputs
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, StepLimits
+from baton.engine.worker.tables import CacheArenas
 from baton.kernels.attention import AttentionBatch
 
 from ...helpers.kv_memory import allocate_kv
@@ -45,7 +46,7 @@ def make_runner(checkpoint: Path) -> Callable[[], ModelRunner]:
         )
         kv = allocate_kv(layout, 32).fill_(float("nan"))
         limits = StepLimits(4, 128, config.max_model_len)
-        return ModelRunner(model, [kv], CpuBackend(CpuShapes(limits)), limits, config.vocab_size)
+        return ModelRunner(model, CacheArenas([kv]), CpuBackend(CpuShapes(limits)), limits, config.vocab_size)
 
     return make
 

@@ -29,12 +29,13 @@ from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.offline.llm import LLM
 from baton.engine.startup import build, kv_cache
 from baton.engine.startup.arenas import draft_bytes
-from baton.engine.startup.kv_cache import allocate_drafts, allocate_on_cpu
+from baton.engine.startup.kv_cache import allocate_draft_inputs, allocate_on_cpu
 from baton.engine.worker import inputs
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.tables import CacheArenas
 from baton.kernels.linear.cpu import pack
 from baton.kernels.state_batch import StateBatch
 
@@ -81,18 +82,11 @@ class Engines:
         backend: CpuBackend | CudaBackend = CpuBackend(CpuShapes(limits))
         if kind == "cuda":
             backend = CudaBackend(InlineStream(), CudaShapes(limits, max_tokens=captured_tokens), torch.float32)
-        places = allocate_drafts(allocate_on_cpu, config, limits, 0, 1)
+        places = allocate_draft_inputs(allocate_on_cpu, config, limits, 0, 1)
         for each in places.values():
             each.fill_(0xFF)
-        runner = ModelRunner(
-            self.model,
-            arenas,
-            backend,
-            limits,
-            config.vocab_size,
-            checkpoint_tokens=CHECKPOINTS,
-            drafts=places,
-        )
+        caches = CacheArenas(arenas, draft_inputs=places, checkpoint_tokens=CHECKPOINTS)
+        runner = ModelRunner(self.model, caches, backend, limits, config.vocab_size)
         if captured_tokens:
             runner.capture()
         core_config = hybrid_config(config, limits, num_blocks, num_slots, CHECKPOINTS, depth=depth)
@@ -378,7 +372,7 @@ def test_as_much_memory_is_planned_for_drafts_as_a_rank_takes(
 ) -> None:
     model = load_config(folder_of(family))
     config = SpeculativeConfig(method="suffix", num_speculative_tokens=LIMITS.max_drafts)
-    places = allocate_drafts(allocate_on_cpu, model, LIMITS, ranks - 1, ranks)
+    places = allocate_draft_inputs(allocate_on_cpu, model, LIMITS, ranks - 1, ranks)
     taken = sum(each.numel() for each in places.values())
     assert draft_bytes(model, config, LIMITS.max_num_seqs, ranks) == taken > 0
     assert draft_bytes(model, None, LIMITS.max_num_seqs, ranks) == 0

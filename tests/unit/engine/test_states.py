@@ -21,6 +21,7 @@ from baton.engine.offline.llm import LLM
 from baton.engine.startup.build import build_engine
 from baton.engine.startup.weight_counts import weights_of_rank
 from baton.engine.worker.runner import ModelRunner
+from baton.engine.worker.tables import CacheArenas
 from baton.kernels.state_batch import LEAST_CUT
 
 from ...helpers.checkpoints import edit_config, make_model, write_checkpoint
@@ -62,11 +63,10 @@ def engine_of(
     ]
     runner = ModelRunner(
         load_model(config),
-        arenas,
+        CacheArenas(arenas, checkpoint_tokens=CHECKPOINTS),
         backend_of(kind, captured_tokens=CAPTURED_TOKENS),
         LIMITS,
         config.vocab_size,
-        checkpoint_tokens=CHECKPOINTS,
     )
     if captured:
         runner.capture()

@@ -109,7 +109,7 @@ def test_glm_is_read(read: Read) -> None:
         score_correction=True,
         sparse_layers=(False, False, False, True, True),
     )
-    assert config.with_drafts().num_run_layers == 6
+    assert config.with_draft_layers().num_run_layers == 6
     assert not read(**{**GLM_4_5, "use_qk_norm": None}).norms_heads
     with pytest.raises(UnsupportedModel, match=r"topk_method 'greedy' .*Glm4MoeForCausalLM, only 'noaux_tc'"):
         read(**GLM_4_5, topk_method="greedy")

@@ -34,6 +34,7 @@ from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.expert_balance import ExpertBalancer, ReviewingRunner
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.tables import CacheArenas
 
 from ...helpers.inline_stream import InlineStream
 from ...helpers.kv_memory import allocate_kv
@@ -205,14 +206,18 @@ class ThreadEngines:
 
     def _cpu_runner(self, model: CausalLM, kv: torch.Tensor) -> Runner:
         limits = self._limits()
-        return ModelRunner(model, [kv], CpuBackend(CpuShapes(limits)), limits, self._core_config.vocab_size)
+        return ModelRunner(
+            model, CacheArenas([kv]), CpuBackend(CpuShapes(limits)), limits, self._core_config.vocab_size
+        )
 
     def _device_runner(self, model: CausalLM, kv: torch.Tensor) -> Runner:
         """Return a GPU's runner with "captured" steps of up to `captured_tokens` tokens, with none if it is 0."""
         limits = self._limits()
         shapes = CudaShapes(limits, max_tokens=self._captured_tokens or 0)
         backend = CudaBackend(InlineStream(), shapes, torch.float32)
-        runner = ModelRunner(model, [kv.fill_(float("nan"))], backend, limits, self._core_config.vocab_size)
+        runner = ModelRunner(
+            model, CacheArenas([kv.fill_(float("nan"))]), backend, limits, self._core_config.vocab_size
+        )
         if self._captured_tokens:
             self._capture.append(runner)
         return runner

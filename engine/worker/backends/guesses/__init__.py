@@ -26,7 +26,7 @@ def make_guesser(parts: StepParts) -> HeadGuesser | ModelGuesser | None:
     """Return the guesser of a runner; None if nothing guesses on the device."""
     if not parts.limits.guesses_on_device:
         return None
-    groups, model, head = parts.draft_model or DraftModel(parts.groups, head=parts.model)
+    groups, model, head = parts.draft_model or DraftModel(parts.inputs.arenas.model_groups, head=parts.model)
     if head is not None:
         return (HeadGuesser if head.num_draft_layers == 1 else LayersGuesser)(parts, groups, head)
     assert model is not None, "a draft model is a model or a head"

@@ -75,8 +75,8 @@ class Guesser(abc.ABC):
 
     def _has_block(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Return for each row [S] whether it has a block for the token at its position [S]."""
-        room = self._parts.tables.room.tensor[0, rows.clamp(min=0).long()]
-        return (rows >= 0) & (positions < room.clamp(max=self._parts.limits.max_model_len))
+        capacity = self._parts.tables.capacity.tensor[0, rows.clamp(min=0).long()]
+        return (rows >= 0) & (positions < capacity.clamp(max=self._parts.limits.max_model_len))
 
     def _caches_of(self, placed: Placed, num_decodes: int, longest: int) -> tuple[GroupCache | StateCache, ...]:
         """Return the caches of a step in which no sequence has more than `longest` tokens."""
@@ -98,7 +98,13 @@ class Guesser(abc.ABC):
                 table_rows=placed.rows.int(),
             )
 
-        shape = StepShape(num_seqs, num_tokens, num_decodes, longest, limits.max_model_len)
+        shape = StepShape(
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            num_decodes=num_decodes,
+            max_query_len=longest,
+            max_seq_len=limits.max_model_len,
+        )
         return self._parts.inputs.caches(shape, self._groups, batch)
 
 

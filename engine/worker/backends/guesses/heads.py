@@ -38,9 +38,8 @@ class HeadGuesser(Guesser):
         `hidden` [T, ...] is the head's input. `ranks`: see `Model.forward`.
         """
         num_seqs, step = shape.num_seqs, self._tokens_of(shape)
-        of_ranks = None if ranks is None else ranks.seqs
         caches = self._parts.inputs.caches(shape, self._groups)
-        states = self._head.draft(self._tokens_at(step, step.positions + 1), hidden, caches, step.last, of_ranks)
+        states = self._head.draft(self._tokens_at(step, step.positions + 1), hidden, caches, step.last, ranks)
         if self._normed is None or self._hidden is None:
             self._normed, self._hidden = (
                 torch.zeros(self._parts.limits.max_num_seqs, each.shape[1], dtype=each.dtype, device=each.device)
@@ -74,7 +73,7 @@ class HeadGuesser(Guesser):
             guessed = self._keep(head.logits(normed), rows, first, number)
             if number + 1 < num_guesses:
                 caches = self._caches_at(rows, first - 1 + number)
-                normed, hidden = head.draft(guessed, hidden, caches, of_ranks=None if ranks is None else ranks.seqs)
+                normed, hidden = head.draft(guessed, hidden, caches, ranks=ranks)
 
 
 class LayersGuesser(HeadGuesser):
@@ -102,14 +101,13 @@ class LayersGuesser(HeadGuesser):
         # Index of the last known token: the one just drawn. In the middle of a prompt, all tokens of the row are known.
         known = torch.where(tables.batch(num_seqs).samples != 0, first - 1, tables.tokens.tensor.shape[1])[step.owners]
         caches = self._parts.inputs.caches(shape, self._groups)
-        of_ranks = None if ranks is None else ranks.seqs
         for number in range(self._guessed.shape[1]):
             index = step.positions + 1 + number
             tokens = self._tokens_at(step, index)
             if number:
                 guessed = self._guessed[step.owners, (index - known - 1).clamp(0, number - 1).long()]
                 tokens = torch.where(index > known, guessed, tokens)
-            states = self._head.draft(tokens, hidden, caches, step.last, of_ranks, number)
+            states = self._head.draft(tokens, hidden, caches, step.last, ranks, number)
             self._guessed[:num_seqs, number] = self._draw(self._head.logits(states.normed), rows, first + number)
 
     def guess(self, num_seqs: int, num_guesses: int, ranks: RankRows | None = None) -> None:

@@ -63,7 +63,7 @@ class ModelGuesser(Guesser):
         lens = []
         for row, end in zip(batch.rows[first:], batch.ends[first:], strict=True):
             lens.append(tables.unread[row] + num_last)
-            has_block = end < min(tables.room_of(row), limits.max_model_len)
+            has_block = end < min(tables.capacity_of(row), limits.max_model_len)
             tables.unread[row] = -num_last if has_block else 0
         if self._set != (first, num_last):
             self._first.fill_(first)
