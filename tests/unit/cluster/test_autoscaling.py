@@ -170,6 +170,17 @@ def test_full_kv_caches_raise_the_desired_size_at_any_load() -> None:
     assert desired_sizes(samples(answer_tokens=10, used_blocks=300), PLAN)[D] == 4
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 10])
+def test_a_trickle_of_work_that_shows_no_speed_keeps_one_group(tokens: float) -> None:
+    """A fleet that has served much load would otherwise keep its size as long as requests come now and then."""
+
+    def trickle(waiting: int) -> list[Sample]:
+        return samples(prompt_tokens=tokens, answer_tokens=tokens / 10, serving=4, waiting=waiting)
+
+    assert desired_sizes(trickle(waiting=0), PLAN) == {P: 1, D: 1}
+    assert desired_sizes(trickle(waiting=1), PLAN)[P] == 4, "work that waits may be more than one group's"
+
+
 def test_without_measurements_there_is_no_desired_size() -> None:
     assert desired_sizes(samples(2), PLAN) == {}
 
