@@ -128,7 +128,20 @@ class _Demand:
         self.prompt_tokens = rate(lambda load: load.prompt_tokens)
         self.generation_tokens = rate(lambda load: load.generation_tokens)
         self.prompt_of_each = self.prompt_tokens / self.requests if self.requests else 0.0
-        self.answer_of_each = new.gateways.generation_tokens / max(1.0, new.gateways.requests)
+        self.answer_of_each = _answer_of_each(old.gateways, new.gateways)
+
+
+def _answer_of_each(old: GatewayLoad, new: GatewayLoad) -> float:
+    """Return the tokens of an answer: of those that ended in between, or of all up to now if too few have.
+
+    While the load rises, tokens of answers that have not ended make an answer look longer, but not longer than all.
+    """
+    mean = new.generation_tokens / max(1.0, new.requests)
+    began, tokens = new.requests - old.requests, new.generation_tokens - old.generation_tokens
+    ended = began - (new.inflight - old.inflight)
+    if min(began, ended) < MIN_OBSERVED:
+        return mean
+    return min(tokens / ended, max(mean, tokens / began))
 
 
 def _prefill(window: Sequence[Sample], plan: ScalePlan) -> int:
