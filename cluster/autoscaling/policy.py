@@ -9,6 +9,9 @@ measured while it works. The number of groups is:
     unified   does both, so no formula fits: up to twice as many groups if a latency target is missed, one less if
               both latencies are below half of their targets
 
+A group that hardly works has no measured capacity; then one group is enough, unless work waits. So fleets shrink
+within about `look_back_period_s` + `downscale_delay_s` of a peak, also if requests still come now and then.
+
 Prefill and decode fleets are both sized by the requests that arrive, so an overloaded prefill fleet does not hide the
 demand from the decode fleet. Queues add to the demand. A missed latency target or full KV caches add groups whatever
 the formula says. If no request has come for long, a fleet whose minimum is 0 has no group; the first request starts
@@ -125,14 +128,27 @@ class _Demand:
         self.prompt_tokens = rate(lambda load: load.prompt_tokens)
         self.generation_tokens = rate(lambda load: load.generation_tokens)
         self.prompt_of_each = self.prompt_tokens / self.requests if self.requests else 0.0
-        self.answer_of_each = new.gateways.generation_tokens / max(1.0, new.gateways.requests)
+        self.answer_of_each = _answer_of_each(old.gateways, new.gateways)
+
+
+def _answer_of_each(old: GatewayLoad, new: GatewayLoad) -> float:
+    """Return the tokens of an answer: of those that ended in between, or of all up to now if too few have.
+
+    While the load rises, tokens of answers that have not ended make an answer look longer, but not longer than all.
+    """
+    mean = new.generation_tokens / max(1.0, new.requests)
+    began, tokens = new.requests - old.requests, new.generation_tokens - old.generation_tokens
+    ended = began - (new.inflight - old.inflight)
+    if min(began, ended) < MIN_OBSERVED:
+        return mean
+    return min(tokens / ended, max(mean, tokens / began))
 
 
 def _prefill(window: Sequence[Sample], plan: ScalePlan) -> int:
     demand, done, new = _Demand(window), _work(window, Role.PREFILL), window[-1].fleet(Role.PREFILL)
     speed = done.prompt_tokens / done.busy_s if done.busy_s > MIN_BUSY_S else 0.0
     if not speed:
-        return new.serving
+        return _without_speed(window, Role.PREFILL)
     looked_up = done.prompt_tokens + done.cached_tokens
     uncached = done.prompt_tokens / looked_up if looked_up else 1.0
     queue = (new.waiting + window[-1].gateways.unplaced) * demand.prompt_of_each
@@ -147,7 +163,7 @@ def _prefill(window: Sequence[Sample], plan: ScalePlan) -> int:
 def _decode(window: Sequence[Sample], plan: ScalePlan) -> int:
     demand, done, new = _Demand(window), _work(window, Role.DECODE), window[-1].fleet(Role.DECODE)
     if done.busy_s < MIN_BUSY_S or not done.generation_tokens:
-        return new.serving if new.live else max(1, _by_blocks(new))
+        return _without_speed(window, Role.DECODE)
     queue = (new.waiting + window[-1].gateways.unplaced) * demand.answer_of_each
     tokens = max(demand.generation_tokens, demand.requests * demand.answer_of_each) + queue / plan.look_back_period_s
     needed = _whole(
@@ -172,6 +188,15 @@ SIZE_RULES: dict[Role, Callable[[Sequence[Sample], ScalePlan], int]] = {
     Role.DECODE: _decode,
     Role.UNIFIED: _unified,
 }
+
+
+def _without_speed(window: Sequence[Sample], role: Role) -> int:
+    """Return the number of groups of a fleet that has worked too little to be measured: one is enough for that.
+
+    While work waits, the fleet keeps its size.
+    """
+    new = window[-1].fleet(role)
+    return new.serving if new.waiting or window[-1].gateways.unplaced else max(1, _by_blocks(new))
 
 
 def _tokens_per_s(window: Sequence[Sample], plan: ScalePlan) -> float:

@@ -11,7 +11,7 @@ measurement needs no second one to confirm it.
 
 Memory is bounded: measurements of similar sizes (within a power of two) form one point of the line. Each new one moves
 the point by a fifth of the distance, and counts as at most `MOST_TIMES` the expected time. Old points weigh less than
-new ones.
+new ones, but are not forgotten: the shape would be lost while only one size is measured.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import msgspec
 KEPT = 0.8  # weight that a point keeps with each further measurement
 MOST_TIMES = 3.0  # the most that a measurement counts for, as a multiple of the expected time
 HALF_LIFE_S = 60.0  # a point that is older than the newest by this has half the weight
+MOST_HALVES = 24.0  # ... but no less than 2 ** -24 of it: old sizes show the shape until others are measured
 STALE_S = 60.0  # a measurement that is older than the newest by more may not show the present speed
 SETTLED = 3  # measurements, enough for a median that ignores one outlier
 NEWEST = 5  # measurements whose median is the present speed
@@ -135,7 +136,8 @@ class LineFit:
         newest_s = max(point.measured_s for point in points)
         ones = xs = xxs = ys = xys = 0.0
         for point in points:
-            weight = 0.5 ** ((newest_s - point.measured_s) / HALF_LIFE_S) / point.seconds**2
+            num_halves = min((newest_s - point.measured_s) / HALF_LIFE_S, MOST_HALVES)
+            weight = 0.5**num_halves / point.seconds**2
             ones += weight
             xs += weight * point.units
             xxs += weight * point.units**2

@@ -15,7 +15,8 @@ from . import Ranges, RangeTable
 logger = logging.getLogger(__name__)
 
 WARM_BYTES = 64  # size of the small read that connects to a peer
-PROBE_BYTES = 4 << 20  # size of the read after it, whose time gives the lane's rate
+PROBE_BYTES = 4 << 20  # size of the reads after it, whose times give the lane's rate
+NUM_PROBES = 3
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,6 +25,28 @@ class Scratch:
 
     address: int
     owner: object  # keeps the memory alive
+
+
+@dataclasses.dataclass(slots=True)
+class LaneRate:
+    """The rate of a lane: that of the fastest of `NUM_PROBES` reads.
+
+    The lane of a peer is chosen by it once, so one read that something else delayed must not decide.
+    """
+
+    bytes_per_s: float | None = None
+    began_s: float | None = None  # when the newest read began
+    num_ended: int = 0
+
+    def begin(self, now_s: float) -> None:
+        self.began_s = now_s
+
+    def end(self, num_bytes: int, now_s: float) -> bool:
+        """Note the end of a read. Returns True if it was the last one."""
+        assert self.began_s is not None, "it was begun"
+        self.num_ended += 1
+        self.bytes_per_s = max(self.bytes_per_s or 0.0, num_bytes / max(now_s - self.began_s, 1e-9))
+        return self.num_ended >= NUM_PROBES
 
 
 def make_scratch(device: str) -> Scratch:

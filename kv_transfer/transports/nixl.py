@@ -35,7 +35,7 @@ from ..devices import use_device
 from ..errors import NotRegistrable, TransportError
 from ..settings import nixl_name
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
-from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch
+from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, LaneRate, check_ranges, make_scratch
 from .ucx_process import LOST_TCP, UcxLog, environment_defaults
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,9 @@ _decode_metadata: Callable[[bytes], _Metadata] = codec.decoder(_Metadata, "metad
 class _Peer:
     name: str
     metadata: _Metadata
-    warm_read: Any  # NIXL's handle of the warm-up read, then of the probe; None if that could not be prepared
+    warm_read: Any  # NIXL's handle of the warm-up read, then of a probe; None if that could not be prepared
     state: PeerState = PeerState.CONNECTING
-    probe_began: float | None = None  # when the probe was posted
-    bytes_per_s: float | None = None
+    rate: LaneRate = dataclasses.field(default_factory=LaneRate)
 
 
 @dataclasses.dataclass(slots=True)
@@ -154,7 +153,7 @@ class NixlTransport:
             state = self._state_of(known.warm_read)
             if state is ReadState.FAILED:
                 known.state = PeerState.BROKEN
-            elif state is ReadState.DONE and known.probe_began is None:
+            elif state is ReadState.DONE and known.rate.began_s is None:
                 known.state = self._begin_probe(known)
             elif state is ReadState.DONE:
                 known.state = self._end_probe(known)
@@ -162,7 +161,7 @@ class NixlTransport:
         return known.state
 
     def lane(self, peer: PeerHandle) -> Lane:
-        return Lane(self.name, self._peers[peer].bytes_per_s)
+        return Lane(self.name, self._peers[peer].rate.bytes_per_s)
 
     def remove_peer(self, peer: PeerHandle) -> None:
         known = self._peers.pop(peer)
@@ -282,17 +281,15 @@ class NixlTransport:
         except TransportError as error:
             logger.warning("%s", error)
             return PeerState.BROKEN
-        peer.probe_began = time.perf_counter()
+        peer.rate.begin(time.perf_counter())
         state = self._post(peer.warm_read)
         if state is ReadState.DONE:  # copied before it returned
             return self._end_probe(peer)
         return PeerState.BROKEN if state is ReadState.FAILED else PeerState.CONNECTING
 
     def _end_probe(self, peer: _Peer) -> PeerState:
-        assert peer.probe_began is not None, "it was posted"
-        taken_s = max(time.perf_counter() - peer.probe_began, 1e-9)
-        peer.bytes_per_s = min(PROBE_BYTES, peer.metadata.num_bytes) / taken_s
-        return PeerState.CONNECTED
+        is_last = peer.rate.end(min(PROBE_BYTES, peer.metadata.num_bytes), time.perf_counter())
+        return PeerState.CONNECTED if is_last else self._begin_probe(peer)
 
     def _post(self, handle: Any) -> ReadState:
         return self._checked(self.agent.transfer, handle)

@@ -26,7 +26,7 @@ from .. import codec
 from ..errors import MalformedMessage, TransportError
 from ..lease_clock import lease_now
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, RangeTable, ReadHandle, ReadState
-from .common import PROBE_BYTES, Scratch, check_ranges
+from .common import PROBE_BYTES, LaneRate, Scratch, check_ranges
 from .range_copies import ALIGNMENT, RangeCopies
 from .staged_buffers import BounceBuffers
 from .staged_holder import StagedHolder
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 WARM_BYTES = 64  # a small read connects both ends ...
 PROBE_BUFFERS = 4  # ... and one of so many buffers measures the rate
-CONNECT_S = 2.0  # a peer that has not been measured by then is not read in this way
+CONNECT_S = 2.0  # a peer of which no read has been timed by then is not read in this way
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
@@ -57,9 +57,8 @@ class _Peer:
     remote: Remote
     added_at: float
     state: PeerState = PeerState.CONNECTING
-    probe: StagedRead | None = None  # the small read, then the one that is measured
-    probe_began: float | None = None
-    bytes_per_s: float | None = None
+    probe: StagedRead | None = None  # the small read, then those that are measured
+    rate: LaneRate = dataclasses.field(default_factory=LaneRate)
 
 
 class StagedTransport:
@@ -127,7 +126,7 @@ class StagedTransport:
         return known.state
 
     def lane(self, peer: PeerHandle) -> Lane:
-        return Lane(self.name, self._peers[peer].bytes_per_s, is_staged=True)
+        return Lane(self.name, self._peers[peer].rate.bytes_per_s, is_staged=True)
 
     def remove_peer(self, peer: PeerHandle) -> None:
         known = self._peers.pop(peer)
@@ -180,27 +179,23 @@ class StagedTransport:
     # ------------------------------------------------------------------ connecting
 
     def _connect(self, peer: _Peer, network: PeerState) -> PeerState:
-        """Make a small read once the network is connected, then one that is timed."""
+        """Make a small read once the network is connected, then some that are timed."""
         if self._clock() - peer.added_at > CONNECT_S:
             if peer.probe is not None:
                 self._staged.give_up(peer.probe)
-            return PeerState.BROKEN
+            return PeerState.BROKEN if peer.rate.bytes_per_s is None else PeerState.CONNECTED
         if peer.probe is None:
             if network is PeerState.CONNECTED:
                 peer.probe = self._staged.begin(peer.remote, self._into_scratch(peer, WARM_BYTES, 1))
         elif peer.probe.state is ReadState.FAILED:
             return PeerState.BROKEN
-        elif peer.probe.state is ReadState.DONE and peer.probe_began is None:
-            peer.probe_began = self._clock()
-            peer.probe = self._staged.begin(peer.remote, self._probe_table(peer))
-        elif peer.probe.state is ReadState.DONE and peer.probe_began is not None:
-            num_bytes = int(self._probe_table(peer)[:, 2].sum())
-            peer.bytes_per_s = num_bytes / max(self._clock() - peer.probe_began, 1e-9)
-            return PeerState.CONNECTED
+        elif peer.probe.state is ReadState.DONE:
+            table = self._into_scratch(peer, peer.remote.buffer_bytes, PROBE_BUFFERS)
+            if peer.rate.began_s is not None and peer.rate.end(int(table[:, 2].sum()), self._clock()):
+                return PeerState.CONNECTED
+            peer.rate.begin(self._clock())
+            peer.probe = self._staged.begin(peer.remote, table)
         return PeerState.CONNECTING
-
-    def _probe_table(self, peer: _Peer) -> RangeTable:
-        return self._into_scratch(peer, peer.remote.buffer_bytes, PROBE_BUFFERS)
 
     def _into_scratch(self, peer: _Peer, num_bytes: int, count: int) -> RangeTable:
         size = min(num_bytes, peer.num_bytes, self._buffer_bytes, PROBE_BYTES)

@@ -29,7 +29,7 @@ from ..codec import Name
 from ..devices import use_device
 from ..errors import TransportError
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
-from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, check_ranges, make_scratch
+from .common import PROBE_BYTES, WARM_BYTES, ErrorLatch, LaneRate, check_ranges, make_scratch
 from .ucp import IN_PROGRESS, OK, Handle, Ucp
 from .ucx_process import UcxLog
 
@@ -77,10 +77,9 @@ class _Peer:
     metadata: _Metadata
     endpoint: Any  # UCXX's
     key: Handle
-    warm_read: _Transfer  # the warm-up read, then the probe
+    warm_read: _Transfer  # the warm-up read, then the probes
     state: PeerState = PeerState.CONNECTING
-    probe_began: float | None = None  # when the probe was posted
-    bytes_per_s: float | None = None
+    rate: LaneRate = dataclasses.field(default_factory=LaneRate)
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,7 +161,7 @@ class UcxTransport:
         return known.state
 
     def lane(self, peer: PeerHandle) -> Lane:
-        return Lane(self.name, self._peers[peer].bytes_per_s)
+        return Lane(self.name, self._peers[peer].rate.bytes_per_s)
 
     def remove_peer(self, peer: PeerHandle) -> None:
         self._lingering.append(self._peers.pop(peer))
@@ -243,16 +242,16 @@ class UcxTransport:
         _ucx_log.drain()
 
     def _probe(self, peer: _Peer) -> None:
-        """Time a read of a few MB once the warm-up read has ended. The peer is connected when it is done."""
-        if peer.probe_began is None:
-            peer.probe_began = time.perf_counter()
+        """Time reads of a few MB once the warm-up read has ended. The peer is connected when they are done."""
+        num_bytes = min(PROBE_BYTES, peer.metadata.num_bytes)
+        while peer.warm_read.state is ReadState.DONE:
+            if peer.rate.began_s is not None and peer.rate.end(num_bytes, time.perf_counter()):
+                peer.state = PeerState.CONNECTED
+                _ucx_log.drain()
+                return
+            peer.rate.begin(time.perf_counter())
             self._into_scratch(peer, PROBE_BYTES)
             self._settle(peer.warm_read)
-        if peer.warm_read.state is ReadState.DONE:
-            taken_s = max(time.perf_counter() - peer.probe_began, 1e-9)
-            peer.bytes_per_s = min(PROBE_BYTES, peer.metadata.num_bytes) / taken_s
-            peer.state = PeerState.CONNECTED
-            _ucx_log.drain()
 
     def _into_scratch(self, peer: _Peer, num_bytes: int) -> None:
         """Read the first `num_bytes` of a peer's region, or all of it if it is smaller."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ SLOW_HANDOFF = "slow-handoff"
 MEASURING = "measuring"
 WORTHWHILE_HIT = 256  # cached tokens from which on a decode engine may compute a prompt at lower cost
 SLOW_SHARE = 0.15  # of the time to compute a prompt: hand-offs that take no longer are made without comparing costs
-LINK_TRIAL_SHARE = 1 / 600  # extra cost of a hand-off that is only made to measure / time since the last one
+LINK_TRIAL_SHARE = 1 / 600  # extra cost of a hand-off that is only made to measure / time from it to the next one
 ENGINE_TRIAL_SHARE = 1 / 300  # extra cost of a request as a trial of a slow engine / age of that engine's figures
 
 
@@ -84,6 +85,13 @@ class _Option:
         return Route(self.placement, self.handoff is not None, self.path, self.reason or found)
 
 
+@dataclass(slots=True)
+class _LinkTrials:
+    """Hand-offs that are only made to measure. All cost `LINK_TRIAL_SHARE` of the time: one delays the next."""
+
+    next_s: float = -math.inf  # the time from which on another one may be made
+
+
 class Router:
     """Chooses engines for the requests of one gateway."""
 
@@ -98,7 +106,8 @@ class Router:
     ) -> None:
         self._gateway_id = gateway_id
         self._rates, self._cost = rates, Cost(rates)
-        self._clock, self._tried_s = clock, clock()  # when a hand-off was last made only to measure it
+        self._clock, self._began_s = clock, clock()
+        self._source_trials, self._reader_trials = _LinkTrials(), _LinkTrials()
         self._session_patience_s = session_patience_s
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self.prefixes = PrefixIndex(clock)
@@ -139,32 +148,37 @@ class Router:
         options = self._options(engines, query, avoid)
         best = self._best(options, query)
         if best is not None:
-            tried = self._link_trial(options, best) or self._engine_trial(engines, options, best)
+            tried = self._link_trial(self._source_trials, options, best, query)
+            tried = tried or self._engine_trial(engines, options, best)
             return (tried or best).route(query)
         best = self._best(self._local_options(engines, query, avoid), query)
         return None if best is None else best.route(query)
 
-    def _link_trial(self, options: Collection[_Option], best: _Option) -> _Option | None:
+    def _link_trial(
+        self, trials: _LinkTrials, options: Collection[_Option], best: _Option, query: RoutingQuery
+    ) -> _Option | None:
         """Return a hand-off to be made although it costs more, so that the link is measured again; or None.
 
         If `best` is a hand-off too, only those are tried that a stale figure makes slower: nothing else would ever
-        measure them again. All trials together cost at most `LINK_TRIAL_SHARE` of the time, so long prompts are seldom
-        used.
+        measure them again. A link is due once the extra cost is at most `LINK_TRIAL_SHARE` of the age of its figure, so
+        long prompts are seldom used. Of links that are due, each request tries another one: always trying the cheapest
+        would never measure the others.
         """
-        handoffs = [
-            (option, option.handoff)
+        now_s = self._clock()
+        if now_s < trials.next_s:
+            return None
+        due = [
+            option
             for option in options
-            if option.handoff is not None
+            if (handoff := option.handoff) is not None
             and not option.is_full
-            and (best.handoff is None or option.handoff.is_slow_beside(best.handoff))
+            and (best.handoff is None or handoff.is_slow_beside(best.handoff))
+            and option.cost_s - best.cost_s <= LINK_TRIAL_SHARE * (now_s - max(self._began_s, handoff.measured_s))
         ]
-        if not handoffs:
+        if not due:
             return None
-        tried, handoff = min(handoffs, key=lambda each: each[0].cost_s)
-        known_for_s = self._clock() - max(self._tried_s, handoff.measured_s)
-        if tried.cost_s - best.cost_s > LINK_TRIAL_SHARE * known_for_s:
-            return None
-        self._tried_s = self._clock()
+        tried = min(due, key=lambda option: _order(query.tie, option.placement.engine))
+        trials.next_s = now_s + (tried.cost_s - best.cost_s) / LINK_TRIAL_SHARE
         return dataclasses.replace(tried, reason=MEASURING)
 
     def _engine_trial(
@@ -220,7 +234,7 @@ class Router:
         for option in options if ages_s else ():
             if _is_worth_trying(option, best, ages_s.get(engine_key(option.placement.engine), 0.0)):
                 return option.placement
-        return (self._link_trial(options, best) or best).placement
+        return (self._link_trial(self._reader_trials, options, best, query) or best).placement
 
     def _options(
         self, engines: Sequence[EngineView], query: RoutingQuery, avoid: Collection[EngineKey]

@@ -1,8 +1,12 @@
-"""Decide whether restoring blocks from the tiers is faster than computing them, from measured times of both."""
+"""Decide whether restoring blocks from the tiers is faster than computing them, from measured times of both.
+
+What is not restored is not measured. So a measurement that is older than `FORGOTTEN_S` may be wrong: if it speaks
+against a tier, one restore at a time tries that tier again, while other requests compute.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from ..tiers import Restored, Tier
 
@@ -26,16 +30,21 @@ class Rate:
 
     def add(self, seconds: float, num_units: float, now_s: float) -> None:
         """Add a measurement made elsewhere: `num_units` took `seconds`."""
-        kept = KEPT if self._is_known(now_s) else 0.0
+        kept = KEPT if self.is_known(now_s) else 0.0
         self._seconds = self._seconds * kept + seconds
         self._units = self._units * kept + num_units
         self._measured_s = now_s
 
+    @property
+    def newest_s(self) -> float | None:
+        """The seconds per unit, however old; None where nothing was measured."""
+        return self._seconds / self._units if self._units else None
+
     def per_unit_s(self, now_s: float) -> float | None:
         """Return the seconds per unit; None where nothing was measured lately."""
-        return self._seconds / self._units if self._is_known(now_s) else None
+        return self.newest_s if self.is_known(now_s) else None
 
-    def _is_known(self, now_s: float) -> bool:
+    def is_known(self, now_s: float) -> bool:
         return self._units > 0 and now_s - self._measured_s <= FORGOTTEN_S
 
 
@@ -67,18 +76,25 @@ class RestoreCost:
             if read.seconds > 0:
                 self._restoring[read.tier].add(took_s * read.seconds / copies_s, read.num_blocks, now_s)
 
-    def prefer_restoring(self, blocks: Mapping[Tier, float], num_tokens: int, now_s: float) -> bool:
-        """Return whether restoring these blocks is faster than computing `num_tokens`; True while unknown."""
-        token_s = self.token_s(now_s)
+    def prefer_restoring(
+        self, blocks: Mapping[Tier, float], num_tokens: int, now_s: float, running: Container[Tier] = ()
+    ) -> bool:
+        """Return whether restoring these blocks is faster than computing `num_tokens`; True while unknown.
+
+        `running` are the tiers that restores are reading.
+        """
+        token_s = self._computing.newest_s
         if token_s is None:
             return True
-        restore_s = 0.0
+        restore_s, is_trial = 0.0, False
         for tier, count in blocks.items():
-            block_s = self._restoring[tier].per_unit_s(now_s)
-            if block_s is None:
+            rate = self._restoring[tier]
+            if (block_s := rate.newest_s) is None:
                 return True
             restore_s += count * block_s
-        return restore_s <= num_tokens * token_s
+            is_old = not (rate.is_known(now_s) and self._computing.is_known(now_s))
+            is_trial = is_trial or (is_old and tier not in running)
+        return is_trial or restore_s <= num_tokens * token_s
 
     def token_s(self, now_s: float) -> float | None:
         """Return the time to compute one token; None where nothing was measured lately."""

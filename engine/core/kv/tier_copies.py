@@ -203,7 +203,8 @@ class TierCopies:
         for restore in self._restores.values():  # a new restore would have to wait for these
             for tier, size in restore.sizes.items():
                 sizes[tier] = sizes.get(tier, 0.0) + size
-        return self._restore_cost.prefer_restoring(sizes, plan.num_tokens, self._clock())
+        running = {tier for restore in self._restores.values() for tier in restore.sizes}
+        return self._restore_cost.prefer_restoring(sizes, plan.num_tokens, self._clock(), running)
 
     def _sizes(self, missing: Iterable[MissingBlock]) -> dict[Tier, float]:
         """Return the total size of blocks that were just found, by tier."""

@@ -19,10 +19,12 @@ prediction. An account bounds what this may cost:
 
 The account starts with the time of `LOAN_STEPS` steps, which is also its maximum. While it is negative there are no
 drafts. So however wrong the estimates are, speculation makes n steps longer by no more than
-`ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n. A try waits until the account holds its estimated cost, or
-`_ENOUGH_STEPS`: an estimate above that may come from one step that something else delayed, and only another try can
-correct it. After `MOST_IN_A_ROW` steps with drafts there is one without, so
+`ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n. After `MOST_IN_A_ROW` steps with drafts there is one without, so
 that the time of such steps stays known.
+
+A step that something else delayed makes drafts look dear, and only drafts can correct that. So a try waits until the
+account holds its estimated cost, or `_ENOUGH_STEPS`, and `step_cost` forgets. After a few delayed steps drafts are back
+within some thousand steps, most of which the account takes to recover.
 
 If a request misses a step because of its drafts, the account is charged with the token that it missed. Such a request
 gets drafts only if more than one of them is expected to be accepted.
@@ -32,9 +34,9 @@ prompt token. Such steps leave the account alone, as their time says nothing abo
 
 A drafter on the device makes guesses one step ahead. They take time even if they never become drafts. So a step whose
 time is to be measured without guesses makes none (`num_guesses_to_make`), and the account is charged with unused ones.
-Guesses that were made are used, even if the account has become negative since. Where a step makes all guesses or none,
-their time does not depend on the number of drafts: it is a part of T, and there are drafts only if some number of them
-pays for it.
+Guesses are used even if their cost has overdrawn the account: only drafts can pay for them. Where a step makes all
+guesses or none, their time does not depend on the number of drafts: it is a part of T, and there are drafts only if
+some number of them pays for it.
 
 Everything is a function of the calls; nothing is random.
 """
@@ -99,8 +101,7 @@ class DraftLengths:
         self._reviewed_for = (0, False)  # its number of requests, and whether it read prompts
         self._in_a_row = 0  # steps with drafts
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
-        self._guessed_step = 0  # the last one for which the device made guesses; they are on the account
-        self._tried_step = 0  # the same, of guesses that are tried
+        self._guessed_step = 0  # the newest step for which the device makes guesses; the account has paid for them
         self._num_missed = 0  # requests that missed a step because of drafts in the step being settled
         self._is_measured = False  # the step makes no guesses, so that its time without them becomes known
 
@@ -141,7 +142,7 @@ class DraftLengths:
 
     def _try_all(self, num_requests: int, plain_s: float) -> int:
         """Give every request one draft that does not look worth it, if the last try was long ago and is paid for."""
-        if self._tried_step != self._step:
+        if self._guessed_step != self._step:
             if not self._may_try(num_requests, plain_s, self._step):
                 return 0
             self._begin_try(self._step)
@@ -223,21 +224,21 @@ class DraftLengths:
 
         None in a step whose time without guesses is to be measured.
         """
-        num_guesses = 0 if self._is_measured or not request_ids else self._guesses_worth(request_ids)
+        if self._is_measured or not request_ids:
+            return 0
+        next_step = self._step + 1
+        if self._threshold < 1:
+            num_guesses = max(self.expected(request_id, self._most) for request_id in request_ids)
+        else:
+            plain_s = self._cost.plain_s(len(request_ids))
+            if plain_s is None or not self._may_try(len(request_ids), plain_s, next_step):
+                return 0
+            self._begin_try(next_step)
+            num_guesses = 1
         if not num_guesses:
             return 0
-        self._guessed_step = self._step + 1
+        self._guessed_step = next_step
         return self._most if self._guesses_most else num_guesses
-
-    def _guesses_worth(self, request_ids: Sequence[str]) -> int:
-        if self._threshold < 1:
-            return max(self.expected(request_id, self._most) for request_id in request_ids)
-        plain_s = self._cost.plain_s(len(request_ids))
-        if plain_s is None or not self._may_try(len(request_ids), plain_s, self._step + 1):
-            return 0
-        self._tried_step = self._step + 1
-        self._begin_try(self._tried_step)
-        return 1
 
     def _worth(self, tried: _Tried, most: int, step: int, *, sits_out: bool = False) -> int:
         """Return the number of a request's drafts, up to `most`, that are worth their time, or are due for a try."""

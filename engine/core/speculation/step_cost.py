@@ -7,6 +7,10 @@ speculation gains or loses. `added` is interpolated between the sizes that were 
 is taken to cost as much as a request. Where memory bandwidth bounds a step it costs far less, as a first try shows.
 
 Sizes within a fifth of each other share a measurement, so memory is bounded: 4 entries for each doubling.
+
+A figure that one delayed step made too high keeps away the drafts that would correct it. So `plain` and `added` of a
+size are forgotten when up to 2 * `_KEPT_STEPS` steps have not measured them again, and a guess that takes less time
+than known weighs more than one that takes longer.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from dataclasses import dataclass
 _NEWEST = 0.2  # weight of a new measurement against all older ones
 _MOST_TIMES = 2.0  # the most that a measurement counts for, as a multiple of the expected time
 _TRUSTED = 2  # measurements; with fewer, the time may be an outlier
-_KEPT_STEPS = 512  # the time of plain steps is then measured anew, since sequences have become longer or shorter
+_FASTER = 0.5  # the same for guesses that took less time: no disturbance makes them faster
+_KEPT_STEPS = 512  # times are then measured anew, also because sequences have become longer or shorter
 _REACH = 4.0  # an added time is also used for steps with up to this multiple of the tokens
 
 
@@ -43,6 +48,7 @@ class StepCost:
         self._num_noted = 0  # steps
         self._added: dict[int, float] = {}  # seconds of one draft, by the bin of the step's tokens
         self._bins: list[int] = []  # the keys of `_added`, in order
+        self._measured: set[int] = set()  # those measured in the present `_KEPT_STEPS` steps
         self._guess: dict[int, float] = {}  # seconds of one guess for each request, by the bin of their number
 
     def plain_s(self, num_requests: int) -> float | None:
@@ -78,11 +84,11 @@ class StepCost:
     def note_guesses(self, num_requests: int, num_guesses: int, seconds: float) -> None:
         """Note the added time of a step that made `num_guesses` for each request, and checked no draft."""
         size, each = _bin(num_requests), max(0.0, seconds) / num_guesses
-        known = self._guess.get(size)
-        self._guess[size] = each if known is None else known + _NEWEST * (each - known)
+        known = self._guess.get(size, each)
+        self._guess[size] = known + (_FASTER if each < known else _NEWEST) * (each - known)
 
     def note_plain(self, num_requests: int, seconds: float) -> None:
-        self._num_noted += 1
+        self._begin_note()
         size = _bin(num_requests)
         plain = self._plain.get(size)
         if plain is None or self._is_old(plain):
@@ -100,7 +106,7 @@ class StepCost:
 
     def note_drafts(self, num_requests: int, num_drafts: int, seconds: float, plain_s: float) -> None:
         """Note the time of a step with drafts, at most `longest_s`. A few drafts among many requests weigh little."""
-        self._num_noted += 1
+        self._begin_note()
         size = _bin(num_requests + num_drafts)
         before = self.added_s(num_requests + num_drafts, plain_s / num_requests)
         if size not in self._added:
@@ -108,3 +114,12 @@ class StepCost:
         per_draft = max(0.0, seconds - plain_s) / num_drafts
         weight = min(1.0, num_drafts / num_requests) * (_NEWEST if size in self._added else 1.0)
         self._added[size] = before + weight * (per_draft - before)
+        self._measured.add(size)
+
+    def _begin_note(self) -> None:
+        """Count a step, and forget what a draft adds to steps of sizes that were not measured lately."""
+        self._num_noted += 1
+        if self._num_noted % _KEPT_STEPS == 0:
+            self._bins = sorted(self._measured)
+            self._added = {size: self._added[size] for size in self._bins}
+            self._measured.clear()

@@ -16,6 +16,7 @@ from baton.engine.core.layout import KVLayout
 from baton.engine.core.regions import ArenaRegion
 from baton.kv_transfer.errors import MalformedMessage, TransportError
 from baton.kv_transfer.transports import ByteRange, PeerState, ReadState, Transport, nixl
+from baton.kv_transfer.transports.common import NUM_PROBES, LaneRate
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.ucx import UcxTransport
 
@@ -75,6 +76,21 @@ def test_the_lanes_of_ucx_are_reported(ends: tuple[End, End]) -> None:
     (holder, _), (reader, _) = ends
     connect(holder, reader)
     assert any("cfg#" in lane for lane in reader.lanes)
+
+
+def test_one_delayed_read_does_not_make_a_lane_look_slow(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (holder, _), (reader, memory) = ends
+    begin, delay_s = LaneRate.begin, 20.0
+
+    def begin_delayed(rate: LaneRate, now_s: float) -> None:
+        begin(rate, now_s - (0.0 if rate.num_ended else delay_s))
+
+    monkeypatch.setattr(LaneRate, "begin", begin_delayed)
+    rate = reader.lane(connect(holder, reader)).bytes_per_s
+    assert rate is not None
+    assert rate > 2 * memory.size / delay_s
 
 
 @pytest.mark.exhaustive
@@ -243,6 +259,6 @@ def test_a_read_that_nixl_does_not_release_at_once_is_released_later(monkeypatch
     assert not released
     busy[0] = False
     reader.progress()
-    assert len(released) == 2  # the first read, and the one that was timed
+    assert len(released) == 1 + NUM_PROBES  # the first read, and those that were timed
     reader.close()
     holder.close()

@@ -166,8 +166,37 @@ def test_decode_groups_follow_arriving_requests_even_if_prefill_falls_behind() -
     assert desired_sizes(more, PLAN)[D] == 2
 
 
+@pytest.mark.parametrize("answer_tokens", [1, 1000])
+def test_decode_groups_follow_the_present_answers_however_long_those_of_the_past_were(answer_tokens: int) -> None:
+    now = samples(answer_tokens=200, batches=(8, 16), row_s=0.001)
+    past = GatewayLoad(requests=1e6, generation_tokens=1e6 * answer_tokens)
+    changed = [
+        dataclasses.replace(
+            each,
+            gateways=msgspec.structs.replace(
+                each.gateways,
+                requests=each.gateways.requests + past.requests,
+                generation_tokens=each.gateways.generation_tokens + past.generation_tokens,
+            ),
+        )
+        for each in now
+    ]
+    assert desired_sizes(changed, PLAN)[D] == desired_sizes(now, PLAN)[D]
+
+
 def test_full_kv_caches_raise_the_desired_size_at_any_load() -> None:
     assert desired_sizes(samples(answer_tokens=10, used_blocks=300), PLAN)[D] == 4
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 10])
+def test_a_trickle_of_work_that_shows_no_speed_keeps_one_group(tokens: float) -> None:
+    """A fleet that has served much load would otherwise keep its size as long as requests come now and then."""
+
+    def trickle(waiting: int) -> list[Sample]:
+        return samples(prompt_tokens=tokens, answer_tokens=tokens / 10, serving=4, waiting=waiting)
+
+    assert desired_sizes(trickle(waiting=0), PLAN) == {P: 1, D: 1}
+    assert desired_sizes(trickle(waiting=1), PLAN)[P] == 4, "work that waits may be more than one group's"
 
 
 def test_without_measurements_there_is_no_desired_size() -> None:

@@ -96,6 +96,18 @@ class TestPays:
         engine.run()
         assert engine.tiers.restores
 
+    def test_a_tier_that_was_slow_is_tried_by_one_request_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = self.measured(monkeypatch, compute_s=0.1, restore_s=0.2)
+        assert engine.tiers is not None
+        self.clock.now_s += FORGOTTEN_S + 1
+        engine.add(request("a", self.LONG, max_tokens=1))
+        engine.run()
+        engine.tiers.keep({name: [0] * BLOCK_SIZE for name in block_hashes(self.LONG[1:], BLOCK_SIZE)})
+        engine.add(request("b", self.LONG[1:], max_tokens=1))
+        engine.run()
+        assert len(engine.tiers.restores) == 1
+        assert engine.is_answered("b")
+
     def test_what_is_restored_sooner_is_restored_unless_it_would_wait_for_others_too_long(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -94,6 +94,17 @@ def test_what_was_measured_long_ago_counts_for_less() -> None:
     assert at(fit, 100) == pytest.approx(0.2, rel=0.01)
 
 
+def test_what_one_more_request_adds_stays_known_while_only_single_requests_run() -> None:
+    fit = LineFit()
+    for units in (1, 8, 64):
+        fit.add(units, 0.005 + 4e-5 * units, 0.0)
+    for minute in range(0, 24 * 60, 10):
+        fit.add(1, 0.005 + 4e-5, 60.0 * minute)
+        line = fit.line()
+        assert line is not None
+        assert line.unit_s == pytest.approx(4e-5, rel=0.01)
+
+
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-6, 1e3)), min_size=1, max_size=60))
 def test_no_time_is_negative_and_memory_is_bounded(measured: list[tuple[int, float]]) -> None:
     fit = fitted(*measured)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -195,6 +197,33 @@ def test_one_delayed_try_does_not_end_all_tries() -> None:
     assert sum(run(policy, accepted=1.0, steps=4000)[-100:]) > 350
 
 
+def delaying(device: Device, delayed: Callable[[int, int], bool]) -> Device:
+    """Return the device, with steps that take 100 times as long if `delayed` for their number and their tokens."""
+    numbers = itertools.count()
+
+    def seconds(num_tokens: int) -> float:
+        return device(num_tokens) * (100 if delayed(next(numbers), num_tokens) else 1)
+
+    return seconds
+
+
+@pytest.mark.parametrize("guess_s", [None, 5e-4])
+def test_after_a_delayed_first_try_of_a_batch_drafts_come_back(guess_s: float | None) -> None:
+    """Single requests still try drafts, but such steps have other sizes than the one that was delayed."""
+    tries = itertools.count()
+    slow = delaying(memory_bound, lambda step, num_tokens: num_tokens > 8 and next(tries) == 0)
+    normal = simulate(memory_bound, 8, [0.7], num_steps=4000, depth=1, guess_s=guess_s)
+    assert simulate(slow, 8, [0.7], num_steps=4000, depth=1, guess_s=guess_s).drafts > 0.3 * normal.drafts
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guesses_of_the_device_that_overdraw_the_account_are_used(depth: int) -> None:
+    """Otherwise they would overdraw it again as soon as it is filled, and no draft would ever earn anything."""
+    slow = delaying(memory_bound, lambda step, num_tokens: 1000 <= step < 1003)
+    normal = simulate(memory_bound, 1, [0.7], num_steps=3000, depth=depth, guess_s=5e-4)
+    assert simulate(slow, 1, [0.7], num_steps=3000, depth=depth, guess_s=5e-4).drafts > 0.5 * normal.drafts
+
+
 def test_a_request_that_misses_a_step_for_its_drafts_has_them_where_more_than_one_is_accepted() -> None:
     def drafts(accepted: float, *, sits_out: bool) -> list[int]:
         return run(ready(), accepted=accepted, steps=300, sits_out=sits_out)
@@ -309,3 +338,11 @@ def test_the_cost_of_a_draft_is_found() -> None:
     for tokens in (12, 16, 20, 24, 30, 40, 100):
         assert cost.added_s(tokens, 0.002) == pytest.approx(0.0001, rel=0.05)
     assert cost.added_s(1000, 0.002) == 0.002, "too far from what was measured"
+
+
+def test_a_few_normal_measurements_of_guesses_correct_a_delayed_one() -> None:
+    cost = StepCost()
+    cost.note_guesses(8, num_guesses=1, seconds=0.020)
+    for _ in range(3):
+        cost.note_guesses(8, num_guesses=1, seconds=0.0005)
+    assert cost.guess_s(8) < 0.020 / 6

@@ -136,6 +136,39 @@ def test_a_reader_whose_link_was_slow_is_tried_again_although_another_can_read()
     assert reader([*at_present(4, slow)[:1], loaded, at_present(4, lane("e0", FAST, 2))[2]]) == 2
 
 
+@pytest.mark.parametrize("pairs", [[(0, 1), (0, 2)], [(0, 1), (2, 1)], [(0, 3), (0, 1), (0, 2)]])
+def test_every_slow_link_is_tried_although_trials_of_another_cost_less(pairs: list[tuple[int, int]]) -> None:
+    """The last pair is the slowest: with another one that is always slow, and in the last case with a fast one."""
+    gateway = Gateway()
+    token_s = dict(zip(reversed(pairs), (2.5e-4, 1e-4, FAST), strict=False))
+    num_reads = dict.fromkeys(pairs, 1)
+    num_trials = 0
+    for number in range(2000):
+        gateway.clock.now_s += 5
+        sources = [view(rank, Role.PREFILL, node=f"n{rank}") for rank in {source for source, _ in pairs}]
+        readers = [
+            view(
+                rank,
+                Role.DECODE,
+                node=f"n{rank}",
+                lanes=[lane(f"e{pair[0]}", token_s[pair], num_reads[pair]) for pair in pairs if pair[1] == rank],
+            )
+            for rank in {reader for _, reader in pairs}
+        ]
+        request = EngineRequest(request_id=str(number), prompt_token_ids=PROMPT, sampling=SamplingParams())
+        query = gateway.router.read(request)
+        route = gateway.router.route([*sources, *readers], query)
+        assert route is not None
+        if route.hands_off:
+            source = route.placement.engine
+            placement = gateway.router.decode_placement([*sources, *readers], query, source)
+            assert placement is not None
+            num_reads[source.rank, placement.engine.rank] += 1
+            num_trials += (source.rank, placement.engine.rank) != (0, 3)
+    assert num_reads[pairs[-1]] > 10
+    assert num_trials <= 2 * LINK_TRIAL_SHARE * gateway.clock.now_s / (1e-4 * len(PROMPT)), "at little cost"
+
+
 def test_a_reader_with_more_work_is_no_slow_link() -> None:
     gateway = Gateway()
     query = gateway.router.read(EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams()))

@@ -148,6 +148,24 @@ def test_a_peer_is_measured_when_it_is_connected() -> None:
     assert lane.bytes_per_s == pytest.approx(4 * BUFFER / 0.06, rel=0.35)
 
 
+def test_one_delayed_read_does_not_make_a_peer_look_slow() -> None:
+    machines = Machines()
+    machines.fabric.faults.read_s = (0.4, 0.4)
+    peer = machines.reader.transport.add_peer(machines.holder.transport.metadata())
+    machines.clock.after(1.0, lambda: setattr(machines.fabric.faults, "read_s", (0.05, 0.05)))
+    while machines.reader.transport.peer_state(peer) is PeerState.CONNECTING:
+        machines.pass_time(0.01)
+    assert machines.reader.transport.lane(peer).bytes_per_s == pytest.approx(4 * BUFFER / 0.06, rel=0.35)
+
+
+def test_a_peer_that_is_read_slowly_is_connected_after_the_first_measurement() -> None:
+    machines = Machines()
+    machines.fabric.faults.read_s = (0.8, 0.8)
+    peer = machines.connect()
+    assert machines.reader.transport.peer_state(peer) is PeerState.CONNECTED
+    assert machines.reader.transport.lane(peer).bytes_per_s == pytest.approx(4 * BUFFER / 0.8, rel=0.35)
+
+
 def test_copies_on_both_sides_and_the_network_work_at_the_same_time() -> None:
     machines = Machines()
     peer = machines.connect()
