@@ -21,7 +21,7 @@ from ..errors import ApiError
 from ..serving.timeline import TimelineReport
 from .answer_reader import AnswerReader
 from .detokenize import ChoiceDelta
-from .job import GenerationJob, UsageOptions
+from .job import GenerationJob
 from .reasoning import sealed_thoughts
 from .renderer import Pieces, Text, UsageCounter, encode, read_in_turns
 from .tools import digest
@@ -215,12 +215,14 @@ class MessagesRenderer:
 
     needs_each_delta = True
 
-    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
+    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer) -> None:
         self._job = job
         self._model_id = model_id
         self._tally = UsageCounter(job)
-        self._reader = AnswerReader(job.parser_config.new_parser(), has_logprobs=job.sampling.logprobs is not None)
-        self._content = Content(job.omits_thoughts)
+        self._reader = AnswerReader(
+            job.parser_config.new_parser(), has_logprobs=job.prepared.sampling.logprobs is not None
+        )
+        self._content = Content(job.prepared.omits_thoughts)
         self._stop = StopDelta("end_turn", None)
         self._has_begun = False
 

@@ -13,7 +13,7 @@ from baton.engine.text import ContentPart, OutputPart, ReasoningPart, Tokenizer,
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
 from .detokenize import ChoiceDelta
-from .job import GenerationJob, UsageOptions
+from .job import GenerationJob
 from .logprobs import chat_logprobs, prompt_logprobs
 from .renderer import DONE, HOLE, Pieces, Text, Usage, UsageCounter, at_once, error_event, fill, join, sse, sse_filled
 from .tools import call_id
@@ -103,12 +103,11 @@ class ChatRenderer:
 
     needs_each_delta = False
 
-    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, usage: UsageOptions) -> None:
+    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer) -> None:
         self._id = f"chatcmpl-{job.request_id}"
         self._job = job
         self._model_id = model_id
         self._tokenizer = tokenizer
-        self._usage = usage
         self._tally = UsageCounter(job)
         self._begun = [False] * len(job.sequences)
         self._readers = [job.parser_config.new_parser() for _ in job.sequences]
@@ -139,7 +138,7 @@ class ChatRenderer:
         return before + event if isinstance(event, bytes) else chain([before], event)
 
     def end(self) -> bytes:
-        told = self._tally.at_end(self._usage)
+        told = self._tally.at_end()
         return (sse(ChatChunk(self._id, self._job.created, self._model_id, [], *told)) if told else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
@@ -175,16 +174,16 @@ class ChatRenderer:
         return sse(chunk)
 
     def _prompt_token_ids(self) -> list[int] | UnsetType:
-        return self._job.prompts[0] if self._job.returns_token_ids else UNSET
+        return self._job.prepared.prompts[0] if self._job.prepared.returns_token_ids else UNSET
 
     def _token_ids(self, delta: ChoiceDelta) -> list[int] | UnsetType:
-        return delta.token_ids if self._job.returns_token_ids else UNSET
+        return delta.token_ids if self._job.prepared.returns_token_ids else UNSET
 
     def _chunk(self, choices: list[ChunkChoice], event_id: bytes = b"") -> bytes:
         return sse(self._as_chunk(choices), event_id)
 
     def _as_chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
-        usage = self._tally.in_chunk(self._usage)
+        usage = self._tally.in_chunk()
         return ChatChunk(self._id, self._job.created, self._model_id, choices, usage)
 
     def _gained(self, index: int, delta: ChoiceDelta) -> list[ChatDelta]:
