@@ -16,6 +16,7 @@ from baton.engine.core.connector import KVConnector
 from baton.engine.core.regions import CacheRegion
 from baton.engine.core.tiers import KVTiers
 from baton.engine.parallel.member import Member
+from baton.kv_transfer.settings import LocalEngine
 
 from .launch import EngineLaunch, GroupEndpoints
 
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 class KVResources:
     """KV transfers and tiers of an engine's rank 0. When they have events they call `wake`, from any thread."""
 
-    def __init__(self, launch: EngineLaunch, engine_id: str, epoch: int, host: str, wake: Callable[[], None]) -> None:
-        self._launch = launch
-        self._engine_id, self._epoch, self._host = engine_id, epoch, host
+    def __init__(self, launch: EngineLaunch, me: LocalEngine, wake: Callable[[], None]) -> None:
+        self._launch, self._me = launch, me
         self._wake = wake
         self._read_socket: GroupSocket | None = None
         self._copy_socket: GroupSocket | None = None
@@ -45,11 +45,11 @@ class KVResources:
 
         launch, size = self._launch, self._launch.tensor_parallel_size
         if launch.transfers_kv:
-            self._read_socket = GroupSocket(size, self._host, launch.key)
+            self._read_socket = GroupSocket(size, self._me.host, self._me.key)
             if launch.spec.transfer.buffer != "device":
-                self._copy_socket = GroupSocket(size, self._host, launch.key)
+                self._copy_socket = GroupSocket(size, self._me.host, self._me.key)
         if launch.tiers is not None:
-            self._tier_socket = GroupSocket(size, self._host, launch.key)
+            self._tier_socket = GroupSocket(size, self._me.host, self._me.key)
         sockets = (self._read_socket, self._copy_socket, self._tier_socket)
         return GroupEndpoints(*("" if socket is None else socket.address for socket in sockets))
 
@@ -65,10 +65,7 @@ class KVResources:
 
         self.connector = open_connector(
             region,
-            engine_id=self._engine_id,
-            epoch=self._epoch,
-            host=self._host,
-            key=self._launch.key,
+            self._me,
             settings=self._launch.spec.transfer,
             wake=self._wake,
             read_socket=self._read_socket,
@@ -83,7 +80,7 @@ class KVResources:
         self.tiers = TierStore(
             region,
             self._launch.tiers,
-            name=f"{self._engine_id}:tiers",
+            name=f"{self._me.engine_id}:tiers",
             cpu_affinity=self._launch.spec.transfer.cpu_affinity,
             wake=self._wake,
             group_socket=self._tier_socket,

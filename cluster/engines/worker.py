@@ -21,6 +21,7 @@ from baton.cluster.membership.directory_client import DirectoryClient
 from baton.cluster.process_metrics import MetricsExporter
 from baton.engine.core.engine import EngineCore
 from baton.engine.parallel.member import Member
+from baton.kv_transfer.settings import LocalEngine
 
 from .kv_resources import KVResources, follow_leader
 from .launch import EngineLaunch, GroupEndpoints, RankAssignment, RankConfig, RankEndpoints
@@ -51,8 +52,6 @@ class EngineWorker:
         self._launch, self._assignment = launch, assignment
         configure(launch.spec.logging, "engine", f"{launch.group_id}/{assignment.rank}")
         self._config = launch.spec.engine_config(launch.role)
-        self._host = ray.util.get_node_ip_address()
-        self._epoch = secrets.randbits(63)
         self._rendezvous: Rendezvous | None = None
         self._fetch_progress = ""
         self._engine: Engine | None = None
@@ -62,8 +61,9 @@ class EngineWorker:
         self._exporter: MetricsExporter | None = None
         self._profiler: EngineProfiler | None = None
         dp_rank = assignment.rank // launch.tensor_parallel_size
-        self._engine_id = launch.group_id if self._config.data_parallel_size == 1 else f"{launch.group_id}-{dp_rank}"
-        self._kv = KVResources(launch, self._engine_id, self._epoch, self._host, self._wake)
+        engine_id = launch.group_id if self._config.data_parallel_size == 1 else f"{launch.group_id}-{dp_rank}"
+        self._me = LocalEngine(engine_id, secrets.randbits(63), ray.util.get_node_ip_address(), launch.key)
+        self._kv = KVResources(launch, self._me, self._wake)
 
     async def fetch(self) -> str:
         """Download what is missing of a model on the Hub, and return its folder. Raises `ModelNotFetched`."""
@@ -92,7 +92,7 @@ class EngineWorker:
         server = self._server
         assert server is not None, "it was built"
         self._profiler = EngineProfiler(
-            self._engine_id, self._host, lambda work: asyncio.wrap_future(server.run_between_steps(work))
+            self._me.engine_id, self._me.host, lambda work: asyncio.wrap_future(server.run_between_steps(work))
         )
         return msgspec.structs.replace(record, metrics_address=self._export_metrics())
 
@@ -149,9 +149,9 @@ class EngineWorker:
         """Start to answer scrapes, and return the address for them."""
         assert self._server is not None
         launch, server = self._launch, self._server
-        labels = [launch.spec.served_model_id, self._engine_id, launch.role]
+        labels = [launch.spec.served_model_id, self._me.engine_id, launch.role]
         registry = EngineMetrics(labels, lambda: server.status, server.counters)
-        self._exporter = MetricsExporter(registry, host=self._host, key=launch.key)
+        self._exporter = MetricsExporter(registry, host=self._me.host, key=launch.key)
         self._exporter.start()
         return self._exporter.address
 
@@ -161,7 +161,7 @@ class EngineWorker:
         if self._launch.world_size > 1 and rank == 0:
             from baton.engine.parallel.rendezvous import Rendezvous  # loads torch, in this process only
 
-            self._rendezvous = Rendezvous(self._host)
+            self._rendezvous = Rendezvous(self._me.host)
             rendezvous = self._rendezvous.address
         if size > 1 and rank % size == 0:
             group = self._kv.open_sockets()
@@ -176,7 +176,7 @@ class EngineWorker:
             tensor_parallel_size=self._config.tensor_parallel_size,
             data_parallel_size=self._config.data_parallel_size,
             rendezvous=config.rendezvous,
-            host=self._host,
+            host=self._me.host,
             device_index=self._assignment.local_rank if config.gpus else None,
             num_local=self._assignment.num_local,
             local_rank=self._assignment.local_rank,
@@ -189,7 +189,7 @@ class EngineWorker:
 
         with contextlib.ExitStack() as ending:
             moves_blocks = leader.reads or leader.tiers
-            connect = follow_leader(self._launch, self._engine_id, member, leader, ending) if moves_blocks else None
+            connect = follow_leader(self._launch, self._me.engine_id, member, leader, ending) if moves_blocks else None
             follow(self._config, member, connect)
 
     def _build(self, member: Member) -> EngineRecord:
@@ -212,10 +212,7 @@ class EngineWorker:
     def _serve(self, core: EngineCore) -> EngineServer:
         self._server = EngineServer(
             core,
-            engine_id=self._engine_id,
-            epoch=self._epoch,
-            key=self._launch.key,
-            host=self._host,
+            self._me,
             heartbeat_timeout_s=self._launch.spec.gateway.engine_heartbeat_timeout_s,
             transfers=lambda: None if self._kv.connector is None else self._kv.connector.stats(),
         )
@@ -227,13 +224,13 @@ class EngineWorker:
         """Return the engine's entry for the directory."""
         launch = self._launch
         return EngineRecord(
-            engine_id=self._engine_id,
+            engine_id=self._me.engine_id,
             group_id=launch.group_id,
-            epoch=self._epoch,
+            epoch=self._me.epoch,
             role=launch.role,
             rank=-1,
             node_id=ray.get_runtime_context().get_node_id(),
-            node_ip=self._host,
+            node_ip=self._me.host,
             pid=os.getpid(),
             address=server.address,
             kv_address="" if self._kv.connector is None else self._kv.connector.address,

@@ -16,6 +16,7 @@ from baton.engine.core.layout import KVLayout
 from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.group.read_member import join_tp_read_group
+from baton.kv_transfer.settings import LocalEngine
 from baton.kv_transfer.tiers.disk_files import TierRefused
 
 pytestmark = pytest.mark.timeout(60)
@@ -42,7 +43,7 @@ def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_pat
         }
     )
     launch = EngineLaunch(spec, Role.PREFILL, "prefill-0", "app", ClusterKey.generate())
-    resources = KVResources(launch, "prefill-0", 1, "127.0.0.1", lambda: None)
+    resources = KVResources(launch, LocalEngine("prefill-0", 1, "127.0.0.1", launch.key), lambda: None)
     endpoints = resources.open_sockets()
     (own, _own_memory), (other, _other_memory) = share(0), share(1)
     member = join_tp_read_group(

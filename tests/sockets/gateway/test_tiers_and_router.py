@@ -26,7 +26,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.tiers import TierStats
 from baton.engine.net.curve import ClusterKey
 from baton.engine.startup.build import build_engine
-from baton.kv_transfer.settings import TierSettings
+from baton.kv_transfer.settings import LocalEngine, TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
 from ...helpers.checkpoints import write_checkpoint
@@ -65,7 +65,7 @@ class TieredEngine:
         )
         self.engine = build_engine(config, open_tiers=lambda region: self._open(region, rank))
         name = f"engine-{rank}"
-        self.server = EngineServer(self.engine.core, engine_id=name, epoch=1, key=KEY, host="127.0.0.1")
+        self.server = EngineServer(self.engine.core, LocalEngine(name, 1, "127.0.0.1", KEY))
         self.record = msgspec.structs.replace(
             make_record(address=self.server.address, rank=rank),
             max_model_len=MAX_MODEL_LEN,

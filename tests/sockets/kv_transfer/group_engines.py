@@ -19,7 +19,7 @@ from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 from baton.engine.startup.build import build_engine, follow
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
 from baton.kv_transfer.group.rpc import GroupSocket
-from baton.kv_transfer.settings import TierSettings
+from baton.kv_transfer.settings import LocalEngine, TierSettings
 from baton.kv_transfer.staging.group_copies import follow_connector
 from baton.kv_transfer.staging.host_buffer import HostBufferConnector, open_connector
 from baton.kv_transfer.tiers.group import follow_tiers
@@ -61,10 +61,7 @@ class _Leader:
         def connect(region: CacheRegion) -> TransferConnector | HostBufferConnector:
             self._connector = open_connector(
                 region,
-                engine_id=job.name,
-                epoch=1,
-                host=member.host,
-                key=job.key,
+                LocalEngine(job.name, 1, member.host, job.key),
                 settings=job.settings,
                 read_socket=read_socket,
                 copy_socket=copy_socket,

@@ -25,6 +25,7 @@ from baton.kv_transfer.group.read_messages import READS, CompareBlocks, MakeDige
 from baton.kv_transfer.group.rpc import GiveUp, GroupMember, GroupSocket, MemberThread
 from baton.kv_transfer.group.tp_read_group import ASK_ALIVE_EVERY_S, MAX_UNANSWERED, TpReadGroup, gather
 from baton.kv_transfer.protocol.messages import MAX_METADATA_BYTES
+from baton.kv_transfer.settings import LocalEngine
 from baton.kv_transfer.transports import Lane, PeerState, ReadState
 
 from ...helpers.fake_channel import FakeChannel, FakeNetwork
@@ -337,7 +338,7 @@ def a_member(memory: np.ndarray, socket: GroupSocket, key: ClusterKey) -> Iterat
 
 def a_leader(memory: np.ndarray, socket: GroupSocket, key: ClusterKey) -> TransferConnector:
     region = half(memory, 0)
-    return TransferConnector(region, engine_id="group", epoch=1, host="127.0.0.1", key=key, read_socket=socket)
+    return TransferConnector(region, LocalEngine("group", 1, "127.0.0.1", key), read_socket=socket)
 
 
 def poll_until_it_raises(connector: TransferConnector) -> None:
