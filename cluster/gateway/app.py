@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -32,10 +31,6 @@ from .middleware import FAILURE, Drain, RequestMiddleware, error_response
 from .model import ServedModel
 from .openapi import add_description_routes
 from .routes import READ, Scrape, add_model_routes, add_probe_routes, add_request_route, add_state_routes
-from .routing.breaker import Breakers
-from .routing.rates import LearntRates
-from .routing.router import Router
-from .serving.admission import AdmissionControl
 from .serving.context import ServingContext
 from .settings import GatewaySettings
 from .tracing import RequestSpans
@@ -76,9 +71,9 @@ def create_app(
     keys = ApiKeys(settings)
     drain = drain or Drain()
     metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.counters)
-    serving = _serving_context(client, settings, metrics, scales_from_zero=scales_from_zero)
+    serving = ServingContext(client, settings, metrics, scales_from_zero=scales_from_zero)
     bodies = bodies or BodyService(model, settings, metrics)
-    gateway = GatewayServices(model, metrics, serving.admission, serving, bodies, spans)
+    gateway = GatewayServices(model, metrics, serving, bodies, spans)
 
     # A redirect would name the scheme and host of this gateway; behind a balancer, clients use others.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -88,7 +83,7 @@ def create_app(
     add_model_routes(app, model)
     add_probe_routes(app, serving, scrape or _only(metrics), drain)
     apis = [path for path, endpoint in endpoints.items() if isinstance(endpoint, GenerationEndpoint)]
-    add_state_routes(app, settings.gateway_id, model, serving, load_balancing, apis)
+    add_state_routes(app, model, serving, load_balancing, apis)
     add_request_route(app, gateway.recent)
     add_admin_routes(app, gateway, operator or NoOperator())
     add_description_routes(app, model.model_id)
@@ -101,22 +96,6 @@ def create_app(
     app.add_middleware(OriginsMiddleware, allowed=lambda: serving.settings.allowed_origins)
     app.state.parts = _Parts(keys, bodies, serving)
     return app
-
-
-def _serving_context(
-    client: EngineClient, settings: GatewaySettings, metrics: GatewayMetrics, *, scales_from_zero: bool
-) -> ServingContext:
-    """Return what all sequences share: the router, admission and circuits, by one clock."""
-    rates = LearntRates(settings.cost, time.monotonic)
-    router = Router(
-        settings.gateway_id,
-        rates=rates,
-        session_patience_s=settings.session_patience_s,
-        local_prefill_max_tokens=settings.local_prefill_max_tokens,
-    )
-    admission = AdmissionControl(settings, rates, time.monotonic)
-    breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
-    return ServingContext(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
 
 
 def _endpoints(gateway: GatewayServices) -> dict[str, ASGIApp]:

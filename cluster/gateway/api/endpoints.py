@@ -82,7 +82,7 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
-        with gateway.admission.admit(caller_of(scope).key), gateway.metrics.inflight.track_inprogress():
+        with gateway.serving.admission.admit(caller_of(scope).key), gateway.metrics.inflight.track_inprogress():
             writer = ResponseWriter(send, gateway.turns, partial(error_body, scope=scope))
             await self._serve(scope, receive, writer)
 
@@ -171,7 +171,7 @@ class GenerationEndpoint:
         resumed_from = StreamPosition.from_event_id(context.last_event_id, is_resumable=prepared.is_resumable)
         job = self._job(prepared, context, resumed_from)
         resumable = ResumableStream(job, resumed_from) if prepared.is_resumable else None
-        gateway.admission.check_engines(reachable(gateway.serving.client, context.rank))
+        gateway.serving.admission.check_engines(reachable(gateway.serving.client, context.rank))
         gateway.metrics.prompt_tokens.inc(prepared.num_tokens)
         renderer = self._renderer(job, gateway.model.model_id, gateway.model.tokenizer)
         writer.sequences = self._sequences(job, context)
