@@ -28,7 +28,7 @@ from baton.cluster.contracts import EngineTrace, GatewayRecord, Reach
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.gateway.api.body_service import BodyService
 from baton.cluster.gateway.api_keys import InvalidKeys
-from baton.cluster.gateway.app import create_app, reconfigure_app
+from baton.cluster.gateway.app import ApplicationAccess, create_app, reconfigure_app
 from baton.cluster.gateway.errors import bad_request, no_directory
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.middleware import Drain
@@ -181,11 +181,13 @@ class GatewayServer:
             drain,
             self._metrics,
             self._bodies,
-            scrape=self._scraped.render,
             spans=self._spans,
-            scales_from_zero=spec.scales_from_zero,
-            load_balancing=self._reach.mode,
-            operator=DirectoryOperator(self._directory),
+            application=ApplicationAccess(
+                scrape=self._scraped.render,
+                operator=DirectoryOperator(self._directory),
+                load_balancing=self._reach.mode,
+                scales_from_zero=spec.scales_from_zero,
+            ),
         )
         self._http = HttpServer(
             self._app,
