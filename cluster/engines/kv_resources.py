@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 class KVResources:
     """KV transfers and tiers of an engine's rank 0. When they have events they call `wake`, from any thread."""
 
-    def __init__(self, launch: EngineLaunch, me: LocalEngine, wake: Callable[[], None]) -> None:
+    def __init__(self, launch: EngineLaunch, me: LocalEngine) -> None:
         self._launch, self._me = launch, me
-        self._wake = wake
+        self.wake: Callable[[], None] = lambda: None  # set once the engine is served
         self._read_socket: GroupSocket | None = None
         self._copy_socket: GroupSocket | None = None
         self._tier_socket: GroupSocket | None = None
@@ -67,7 +67,7 @@ class KVResources:
             region,
             self._me,
             settings=self._launch.spec.transfer,
-            wake=self._wake,
+            wake=lambda: self.wake(),
             read_socket=self._read_socket,
             copy_socket=self._copy_socket,
         )
@@ -82,7 +82,7 @@ class KVResources:
             self._launch.tiers,
             name=f"{self._me.engine_id}:tiers",
             cpu_affinity=self._launch.spec.transfer.cpu_affinity,
-            wake=self._wake,
+            wake=lambda: self.wake(),
             group_socket=self._tier_socket,
         )
         return self.tiers

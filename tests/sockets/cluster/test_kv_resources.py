@@ -43,7 +43,7 @@ def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_pat
         }
     )
     launch = EngineLaunch(spec, Role.PREFILL, "prefill-0", "app", ClusterKey.generate())
-    resources = KVResources(launch, LocalEngine("prefill-0", 1, "127.0.0.1", launch.key), lambda: None)
+    resources = KVResources(launch, LocalEngine("prefill-0", 1, "127.0.0.1", launch.key))
     endpoints = resources.open_sockets()
     (own, _own_memory), (other, _other_memory) = share(0), share(1)
     member = join_tp_read_group(
