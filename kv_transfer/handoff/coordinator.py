@@ -140,11 +140,11 @@ class HandoffCoordinator:
         self._effects.perform(self.receives.cancel(receive))
 
     def peers_changed(self, live: Collection[PeerInfo]) -> None:
-        for left in self.peers.not_among(live):
+        for left in self.peers.departed(live):
             self._effects.perform(
                 self.receives.peer_lost(left, f"engine {left.engine_id} (epoch {left.epoch}) left the cluster")
             )
-        self.peers.changed(live, self._clock())  # which ends the connections over which those that left were told
+        self.peers.update(live, self._clock())  # which ends the connections over which those that left were told
 
     # ------------------------------------------------------------------ messages, reads and time
 
