@@ -13,11 +13,11 @@ import msgspec
 from baton.cluster.cached_blocks import BlockName, CachedBlocks
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 from baton.cluster.gateway.routing.load import Placement
-from baton.cluster.gateway.routing.prefix_index import EngineKey, engine_key
 from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Router
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.core.messages import EngineRequest
+from baton.kv_transfer.protocol.messages import EngineKey
 
 
 class Start(NamedTuple):
@@ -146,7 +146,7 @@ class ApproximatePrefixes(ExactPrefixes):
 
     def _memory_of(self, engine: EngineRecord) -> RememberedBlocks:
         capacity = engine.num_blocks + engine.num_tier_blocks
-        return self._remembered.setdefault(engine_key(engine), RememberedBlocks(capacity))
+        return self._remembered.setdefault(engine.key, RememberedBlocks(capacity))
 
 
 class RememberedBlocks(CachedBlocks):

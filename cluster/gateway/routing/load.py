@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from baton.cluster.cached_blocks import BlockName
 from baton.cluster.contracts import EngineRecord, EngineView
 from baton.engine.core.messages import EngineStats
+from baton.kv_transfer.protocol.messages import EngineKey
 
 from .cost import Load
-from .prefix_index import EngineKey, PrefixIndex, engine_key
+from .prefix_index import PrefixIndex
 
 
 @dataclass(frozen=True)
@@ -57,31 +58,31 @@ class LoadTracker:
 
     def sent(self, placement: Placement) -> None:
         """Count a request. After each call, call either `read` and `ended`, or `given_up`."""
-        key = engine_key(placement.engine)
+        key = placement.engine.key
         self._requests[key] += 1
         self._tokens[key] += placement.uncached
         self._prefixes.expect(key, placement.names)
 
     def read(self, placement: Placement) -> None:
         """Note that the request's first token has arrived."""
-        _subtract(self._tokens, engine_key(placement.engine), placement.uncached)
+        _subtract(self._tokens, placement.engine.key, placement.uncached)
 
     def ended(self, placement: Placement) -> None:
         """Note that the request has ended after its first token."""
-        key = engine_key(placement.engine)
+        key = placement.engine.key
         _subtract(self._requests, key, 1)
         self._prefixes.ended(key, placement.names)
 
     def given_up(self, placement: Placement) -> None:
         """Note that the request has ended before its first token: which of its blocks are cached is unknown."""
         self.read(placement)
-        key = engine_key(placement.engine)
+        key = placement.engine.key
         _subtract(self._requests, key, 1)
         self._prefixes.forget(key, placement.names)
 
     def of(self, view: EngineView) -> Load:
         """Return the load of an engine."""
-        key, stats = engine_key(view.record), view.stats
+        key, stats = view.record.key, view.stats
         own = Load(self._requests[key], self._tokens[key])
         if stats is None:
             return own

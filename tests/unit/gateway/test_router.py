@@ -14,6 +14,7 @@ from baton.cluster.gateway.routing.rates import CostRates
 from baton.cluster.gateway.routing.router import Path
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.sampling import SamplingParams
+from baton.kv_transfer.protocol.messages import EngineKey
 
 from ...helpers.gateway_service import Clock
 from .engine_views import view
@@ -261,15 +262,15 @@ def test_a_pinned_prefill_engine_is_never_skipped() -> None:
     engines = [view(0, Role.PREFILL), view(1, Role.DECODE, cached=PROMPT)]
     assert rank_of(router(), engines, PROMPT, pinned_rank=0) == 0
     chooser = router()
-    assert chooser.route(engines, chooser.read(request(PROMPT), pinned_rank=0), {("e0", 0)}) is None
+    assert chooser.route(engines, chooser.read(request(PROMPT), pinned_rank=0), {EngineKey("e0", 0)}) is None
 
 
 def test_avoided_engines_are_not_chosen() -> None:
     engines = [view(0), view(1)]
     chooser = router()
-    avoid = [chooser.route(engines, wanted([1], f"{i}"), {("e0", 0)}) for i in range(9)]
+    avoid = [chooser.route(engines, wanted([1], f"{i}"), {EngineKey("e0", 0)}) for i in range(9)]
     assert {chosen.placement.engine.rank for chosen in avoid if chosen} == {1}
-    assert chooser.route(engines, wanted([1]), {("e0", 0), ("e1", 1)}) is None
+    assert chooser.route(engines, wanted([1]), {EngineKey("e0", 0), EngineKey("e1", 1)}) is None
 
 
 @pytest.mark.parametrize("field", list(CostRates.model_fields))
