@@ -14,6 +14,7 @@ If too few slots are free, an offer is refused (the ticket says so), and a recei
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Sequence
 
@@ -149,7 +150,8 @@ class HostBufferConnector(GrowingConnector):
     def receive(
         self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]
     ) -> TransferId:
-        return self._receives.start((request_id, generation, ticket, first_block), list(block_ids))
+        receive_into = functools.partial(self._inner.receive, request_id, generation, ticket, first_block)
+        return self._receives.start(receive_into, list(block_ids))
 
     def cancel(self, transfer_id: TransferId) -> None:
         self._receives.cancel(transfer_id)
