@@ -35,7 +35,7 @@ class _Report:
 class LoadTracker:
     """Counts this gateway's requests in engines, and their prompt tokens that are still to be computed.
 
-    SENT ──first token──> READ ──end──> forgotten; its prefix is expected in the cache for a while
+    SENT ──first token──> ANSWERING ──end──> forgotten; its prefix is expected in the cache for a while
     SENT ──given up─────> forgotten, with its prefix
     """
 
@@ -57,13 +57,13 @@ class LoadTracker:
         return Load(self._requests.total(), self._tokens.total())
 
     def sent(self, placement: Placement) -> None:
-        """Count a request. After each call, call either `read` and `ended`, or `given_up`."""
+        """Count a request. After each call, call either `first_token` and `ended`, or `given_up`."""
         key = placement.engine.key
         self._requests[key] += 1
         self._tokens[key] += placement.uncached
         self._prefixes.expect(key, placement.names)
 
-    def read(self, placement: Placement) -> None:
+    def first_token(self, placement: Placement) -> None:
         """Note that the request's first token has arrived."""
         _subtract(self._tokens, placement.engine.key, placement.uncached)
 
@@ -75,7 +75,7 @@ class LoadTracker:
 
     def given_up(self, placement: Placement) -> None:
         """Note that the request has ended before its first token: which of its blocks are cached is unknown."""
-        self.read(placement)
+        self.first_token(placement)
         key = placement.engine.key
         _subtract(self._requests, key, 1)
         self._prefixes.forget(key, placement.names)

@@ -111,7 +111,7 @@ class Router:
         self._session_patience_s = session_patience_s
         self._local_prefill_max_tokens = local_prefill_max_tokens
 
-    def read(
+    def query(
         self,
         request: EngineRequest,
         names: Sequence[BlockName] | None = None,

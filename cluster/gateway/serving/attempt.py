@@ -115,7 +115,7 @@ class AttemptTracker:
 
     def note_first_output(self, attempt: Attempt) -> None:
         attempt.has_output = True
-        self._loads.read(attempt.placement)
+        self._loads.first_token(attempt.placement)
         self._breakers.succeeded(attempt.circuits)
 
     def note_failure(self, attempt: Attempt, failure: Failure, deadline: Deadline) -> None:

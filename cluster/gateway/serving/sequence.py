@@ -67,7 +67,7 @@ class ServedSequence:
         self._tokens = list(request.output_token_ids)
         self._generation = request.generation  # counts attempts: outputs of earlier ones are dropped
         self._attempts = SequenceAttempts(serving, timeline, deadline)
-        self._query = serving.router.read(request, names, session_id=session_id, pinned_rank=rank)
+        self._query = serving.router.query(request, names, session_id=session_id, pinned_rank=rank)
         self._history = AttemptHistory(serving.settings.max_attempts)
         self._selector = EngineSelector(serving, self._history, rank)
         self._selection: Selection | None = None  # found, but not submitted yet

@@ -142,13 +142,13 @@ def a_router() -> Router:
 def ranks_chosen(gateway: Gateway, tokens: list[int]) -> set[int]:
     """Return the ranks that a router chooses for twenty requests with this prompt."""
     router, engines = a_router(), gateway.client.engines()
-    routes = [router.route(engines, router.read(asked(tokens, f"r{number}"))) for number in range(20)]
+    routes = [router.route(engines, router.query(asked(tokens, f"r{number}"))) for number in range(20)]
     return {route.placement.engine.rank for route in routes if route is not None}
 
 
 def found(gateway: Gateway, rank: int, tokens: list[int]) -> FoundPrefix:
     """Return the part of the prompt that the gateway knows to be cached."""
-    cached, names = gateway.view(rank).cached, a_router().read(asked(tokens)).names
+    cached, names = gateway.view(rank).cached, a_router().query(asked(tokens)).names
     return cached.find_behind(names, cached.count_prefix(names))
 
 
