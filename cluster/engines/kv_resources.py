@@ -99,32 +99,31 @@ def follow_leader(
     launch: EngineLaunch, engine_id: str, member: Member, leader: GroupEndpoints, ending: contextlib.ExitStack
 ) -> Callable[[CacheRegion], None]:
     """Return a function that connects a rank, once it has its KV region, to its leader, until `ending` is closed."""
+    from baton.kv_transfer.group.rpc import GroupRank
     from baton.kv_transfer.staging.group_copies import follow_connector
     from baton.kv_transfer.tiers.group import follow_tiers
 
     settings = launch.spec.transfer
+    me = GroupRank(member.tp_rank, member.tensor_parallel_size, launch.key)
 
     def connect(region: CacheRegion) -> None:
         if leader.reads:
             reader = follow_connector(
                 region,
+                me,
                 settings=settings,
-                rank=member.tp_rank,
                 leader=leader.reads,
                 copies=leader.copies,
                 engine_id=engine_id,
-                key=launch.key,
             )
             ending.callback(reader.close)
         if leader.tiers:
             assert launch.tiers is not None, "a leader opens a socket only where the fleet has tiers"
             tiers = follow_tiers(
                 region,
+                me,
                 launch.tiers,
-                rank=member.tp_rank,
-                num_ranks=member.tensor_parallel_size,
                 leader=leader.tiers,
-                key=launch.key,
                 name=f"{engine_id}:tiers:{member.tp_rank}",
                 cpu_affinity=settings.cpu_affinity,
             )

@@ -22,7 +22,7 @@ from ..connector import PeerInfo, TransferConnector
 from ..descriptors import HeadSlice, assign_heads, block_ranges, slice_heads
 from ..errors import TransferError
 from ..group.read_member import join_tp_read_group
-from ..group.rpc import GroupSocket
+from ..group.rpc import GroupRank, GroupSocket
 from ..settings import LocalEngine
 from .stages import HandoffStage, StampedConnector
 
@@ -127,7 +127,7 @@ class _Rank:
             self._lead(region, tell_address)
         else:
             self._member = join_tp_read_group(
-                region, rank=spec.rank, leader=spec.leader, engine_id=spec.side, key=spec.key
+                region, GroupRank(spec.rank, spec.size, spec.key), leader=spec.leader, engine_id=spec.side
             )
         self._raw = _raw_agent(f"raw {spec.side} {spec.rank}", self._memory, num_bytes)
         self._sources: list[_Source] = []

@@ -21,7 +21,7 @@ from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import PeerInfo, TransferSettings, TransferStats
 from baton.kv_transfer.errors import TransferThreadDied
 from baton.kv_transfer.group.read_member import join_tp_read_group
-from baton.kv_transfer.group.rpc import GroupSocket
+from baton.kv_transfer.group.rpc import GroupRank, GroupSocket
 from baton.kv_transfer.settings import LocalEngine
 from baton.kv_transfer.staging.host_buffer import open_connector
 
@@ -115,10 +115,9 @@ class Child:
         else:
             self.member = join_tp_read_group(
                 region,
-                rank=setup.rank,
+                GroupRank(setup.rank, setup.size, setup.key),
                 leader=setup.leader,
                 engine_id=setup.name,
-                key=setup.key,
                 settings=setup.settings,
             )
 
