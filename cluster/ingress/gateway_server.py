@@ -114,8 +114,8 @@ def _directory_errors() -> Iterator[None]:
     try:
         yield
     except NoSuchRank as error:  # Ray raises a subclass of it, with the traceback in its text
-        said = str(error).splitlines()[-1]
-        raise bad_request("rank", f"'rank': {said.rpartition('NoSuchRank: ')[2]}.", "unknown_rank") from None
+        message = str(error).splitlines()[-1]
+        raise bad_request("rank", f"'rank': {message.rpartition('NoSuchRank: ')[2]}.", "unknown_rank") from None
     except ray.exceptions.RayError as error:
         raise no_directory(f"{type(error).__name__}: {error}") from None
 

@@ -218,7 +218,7 @@ class MessagesRenderer:
     def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer) -> None:
         self._job = job
         self._model_id = model_id
-        self._tally = UsageCounter(job)
+        self._counter = UsageCounter(job)
         self._reader = AnswerReader(
             job.parser_config.new_parser(), has_logprobs=job.prepared.sampling.logprobs is not None
         )
@@ -237,7 +237,7 @@ class MessagesRenderer:
         return b"".join(texts)
 
     def end(self) -> Text:
-        ending = MessageDelta(self._stop, self._usage(), self._tally.timelines())
+        ending = MessageDelta(self._stop, self._usage(), self._counter.timelines())
         return _sse(ending) + _sse(MessageStop())
 
     def failed(self, error: ApiError) -> Text:
@@ -256,7 +256,7 @@ class MessagesRenderer:
                 content=self._content.blocks,
                 stop_reason=self._stop.stop_reason,
                 stop_sequence=self._stop.stop_sequence,
-                baton_timeline=self._tally.timelines(),
+                baton_timeline=self._counter.timelines(),
             )
         )
 
@@ -265,7 +265,7 @@ class MessagesRenderer:
         return f"msg_{self._job.request_id}"
 
     def _read(self, delta: ChoiceDelta) -> list[Event]:
-        self._tally.add(0, delta)
+        self._counter.add(0, delta)
         events: list[Event] = []
         for part, _ in self._reader.push(delta):
             events += self._write(part)
@@ -296,7 +296,7 @@ class MessagesRenderer:
         return "end_turn" if sequence is None else "stop_sequence"
 
     def _usage(self) -> MessageUsage:
-        counted = self._tally.usage()
+        counted = self._counter.usage()
         cached = counted.prompt_tokens_details.cached_tokens
         return MessageUsage(
             input_tokens=counted.prompt_tokens - cached,

@@ -108,12 +108,12 @@ class ChatRenderer:
         self._job = job
         self._model_id = model_id
         self._tokenizer = tokenizer
-        self._tally = UsageCounter(job)
+        self._counter = UsageCounter(job)
         self._begun = [False] * len(job.sequences)
         self._readers = [job.parser_config.new_parser() for _ in job.sequences]
 
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
-        self._tally.add(index, delta)
+        self._counter.add(index, delta)
         opening = b""
         if not self._begun[index]:
             self._begun[index] = True
@@ -138,8 +138,8 @@ class ChatRenderer:
         return before + event if isinstance(event, bytes) else chain([before], event)
 
     def end(self) -> bytes:
-        told = self._tally.at_end()
-        return (sse(ChatChunk(self._id, self._job.created, self._model_id, [], *told)) if told else b"") + DONE
+        ending = self._counter.at_end()
+        return (sse(ChatChunk(self._id, self._job.created, self._model_id, [], *ending)) if ending else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
         return error_event(error)
@@ -151,7 +151,7 @@ class ChatRenderer:
         prompt = None
         for index, deltas in enumerate(choices):
             delta = join(deltas)
-            self._tally.add(index, delta)
+            self._counter.add(index, delta)
             prompt = delta.prompt_logprobs if prompt is None else prompt  # equal in all choices
             num_logprobs += delta.num_logprobs
             if delta.tokens:
@@ -160,12 +160,12 @@ class ChatRenderer:
             reason = self._finish_reason(index, delta)
             logprobs = HOLE if delta.tokens else None
             answer.append(ChatChoice(index, message, logprobs, reason, delta.stop_reason, self._token_ids(delta)))
-        completion = ChatCompletion(self._id, self._job.created, self._model_id, answer, self._tally.usage())
+        completion = ChatCompletion(self._id, self._job.created, self._model_id, answer, self._counter.usage())
         if prompt is not None:
             completion.prompt_logprobs = HOLE
             parts.append(prompt_logprobs(self._tokenizer, prompt))
         completion.prompt_token_ids = self._prompt_token_ids()
-        completion.baton_timeline = self._tally.timelines()
+        completion.baton_timeline = self._counter.timelines()
         return at_once(fill(completion, parts), num_logprobs)
 
     def _opening(self, index: int) -> bytes:
@@ -183,7 +183,7 @@ class ChatRenderer:
         return sse(self._as_chunk(choices), event_id)
 
     def _as_chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
-        usage = self._tally.in_chunk()
+        usage = self._counter.in_chunk()
         return ChatChunk(self._id, self._job.created, self._model_id, choices, usage)
 
     def _gained(self, index: int, delta: ChoiceDelta) -> list[ChatDelta]:

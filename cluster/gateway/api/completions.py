@@ -49,7 +49,7 @@ class CompletionRenderer:
         self._job = job
         self._model_id = model_id
         self._tokenizer = tokenizer
-        self._tally = UsageCounter(job)
+        self._counter = UsageCounter(job)
         self._begun = [False] * len(job.sequences)
 
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
@@ -58,12 +58,12 @@ class CompletionRenderer:
         if not (delta.text or delta.tokens or delta.token_ids or delta.finish_reason or echoes):
             return b""
         choice, parts = self._choice(index, delta)
-        chunk = self._completion([choice], self._tally.in_chunk())
+        chunk = self._completion([choice], self._counter.in_chunk())
         return sse_filled(chunk, event_id, parts, delta.num_logprobs) if parts else sse(chunk, event_id)
 
     def end(self) -> bytes:
-        told = self._tally.at_end()
-        return (sse(self._completion([], *told)) if told else b"") + DONE
+        ending = self._counter.at_end()
+        return (sse(self._completion([], *ending)) if ending else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
         return error_event(error)
@@ -71,7 +71,9 @@ class CompletionRenderer:
     def whole(self, choices: Sequence[Sequence[ChoiceDelta]]) -> Text:
         joined = [self._count(index, join(deltas)) for index, deltas in enumerate(choices)]
         answer = [self._choice(index, delta) for index, delta in enumerate(joined)]
-        completion = self._completion([choice for choice, _ in answer], self._tally.usage(), self._tally.timelines())
+        completion = self._completion(
+            [choice for choice, _ in answer], self._counter.usage(), self._counter.timelines()
+        )
         parts = [part for _, its_own in answer for part in its_own]
         return at_once(fill(completion, parts), sum(delta.num_logprobs for delta in joined))
 
@@ -91,7 +93,7 @@ class CompletionRenderer:
                 finish_reason="length" if delta.finish_reason else None,
                 timeline=delta.timeline,
             )
-        self._tally.add(index, delta)
+        self._counter.add(index, delta)
         return delta
 
     def _choice(self, index: int, delta: ChoiceDelta) -> tuple[CompletionChoice, list[Pieces]]:

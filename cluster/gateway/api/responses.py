@@ -163,7 +163,7 @@ class ResponsesRenderer:
         self._job = job
         self._tokenizer = tokenizer
         self._response = ResponseObject.in_progress(job, model_id)
-        self._tally = UsageCounter(job)
+        self._counter = UsageCounter(job)
         self._reader = AnswerReader(
             job.parser_config.new_parser(), has_logprobs=job.prepared.sampling.logprobs is not None
         )
@@ -191,7 +191,7 @@ class ResponsesRenderer:
         yield from fill(self._response, self._parts(self._output.lists))
 
     def _read(self, delta: ChoiceDelta) -> list[OutputEvent]:
-        self._tally.add(0, delta)
+        self._counter.add(0, delta)
         events: list[OutputEvent] = []
         for part, tokens in self._reader.push(delta):
             events += self._write(part, tokens)
@@ -223,10 +223,10 @@ class ResponsesRenderer:
         self._response.status = status
         self._response.output = self._output.items
         self._response.usage = self._usage()
-        self._response.baton_timeline = self._tally.timelines()
+        self._response.baton_timeline = self._counter.timelines()
 
     def _usage(self) -> ResponseUsage:
-        counted = self._tally.usage()
+        counted = self._counter.usage()
         cached = counted.prompt_tokens_details.cached_tokens
         return ResponseUsage(
             input_tokens=counted.prompt_tokens,
