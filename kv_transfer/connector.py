@@ -186,9 +186,8 @@ class TransferConnector(GrowingConnector):
         self._has_emitted = False
         pause_s = handoff.pump(self._commands_given)
         now = time.monotonic()
-        if (
-            pause_s >= STATS_EVERY_S or self._has_emitted or now >= self._stats_due
-        ):  # a thread that polls has too many rounds to do this in each
+        # A thread that polls has too many rounds to do this in each.
+        if pause_s >= STATS_EVERY_S or self._has_emitted or now >= self._stats_due:
             lanes = self._stats.lanes
             self._stats, self._stats_due = handoff.stats(), now + STATS_EVERY_S
             if self._stats.lanes != lanes and not self._has_emitted:

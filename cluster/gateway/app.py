@@ -49,9 +49,7 @@ class ApplicationAccess:
     """A gateway's access to the rest of its application. The defaults are those of a gateway on its own."""
 
     scrape: Scrape | None = None  # metrics of all processes, or of those on this node; None: only this gateway's
-    operator: Operator = field(
-        default_factory=NoOperator
-    )  # acts on the whole application, for keys with the right `admin`
+    operator: Operator = field(default_factory=NoOperator)  # serves keys with the right `admin`
     load_balancing: LoadBalancing = LoadBalancing.INTERNAL  # as shown to operators
     scales_from_zero: bool = False  # engines start with the first request, so the gateway is ready without any
 

@@ -120,9 +120,8 @@ class NixlTransport:
         self._reads: dict[ReadHandle, _Read] = {}
         self._lingering: list[Any] = []  # reads into the scratch that are not released yet
         self._known: collections.Counter[str] = collections.Counter()  # how often each agent was added
-        self._arrived: collections.deque[tuple[str, bytes]] = collections.deque(
-            maxlen=MAX_MESSAGES
-        )  # with their senders
+        # Messages, each with its sender:
+        self._arrived: collections.deque[tuple[str, bytes]] = collections.deque(maxlen=MAX_MESSAGES)
         self._log_ucx()
         logger.info("NIXL agent %s: %s, %.1f MB of %s", agent_name, backends, self._num_bytes / 1e6, self._memory)
 
