@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
+from baton.kv_transfer.protocol.messages import EngineKey
 from baton.kv_transfer.protocol.stats import TransferStats
 
 from .cached_blocks import CachedBlocks
@@ -57,6 +58,11 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     num_tier_blocks: int = 0  # capacity of its KV tiers
     draining: bool = False  # it finishes its requests, and gets new ones only if no other engine can take them
+
+    @property
+    def key(self) -> EngineKey:
+        """Return the name of this process, which no other start of the engine has."""
+        return EngineKey(self.engine_id, self.epoch)
 
 
 class EngineGroup(msgspec.Struct, frozen=True, kw_only=True):

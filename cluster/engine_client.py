@@ -23,6 +23,7 @@ import zmq.asyncio
 from baton.engine.core.messages import EngineRequest
 from baton.engine.net.curve import ClusterKey
 from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MAX_SOCKETS
+from baton.kv_transfer.protocol.messages import EngineKey
 
 from .contracts import ClientCounters, DirectorySnapshot, EngineGone, EngineRecord, EngineView, QueueBound, Reach
 from .engine_connection import Connection, RequestStream
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 0.5
 MAX_REMEMBERED = 1_000  # engines that have left, for which `last_message_s` is kept
-
-EngineKey = tuple[str, int]  # engine id and epoch: one process
 
 
 class SnapshotSource(Protocol):
@@ -105,12 +104,11 @@ class ZmqEngineClient:
         return self._newest
 
     def last_message_s(self, engine: EngineRecord) -> float:
-        name = (engine.engine_id, engine.epoch)
-        connection = self._connections.get(name)
-        return self._last_message_s.get(name, 0.0) if connection is None else connection.last_message_s
+        connection = self._connections.get(engine.key)
+        return self._last_message_s.get(engine.key, 0.0) if connection is None else connection.last_message_s
 
     def submit(self, engine: EngineRecord, request: EngineRequest) -> RequestStream:
-        connection = self._connections.get((engine.engine_id, engine.epoch))
+        connection = self._connections.get(engine.key)
         if connection is None:
             stream = RequestStream(lambda: None)
             stream.end(EngineGone(f"engine {engine.engine_id} (rank {engine.rank}, {engine.role}) left the cluster"))
@@ -118,12 +116,12 @@ class ZmqEngineClient:
         return connection.submit(request, self.queue)
 
     def begin(self, engine: EngineRecord, request_id: str, generation: int, token_id: int) -> None:
-        connection = self._connections.get((engine.engine_id, engine.epoch))
+        connection = self._connections.get(engine.key)
         if connection is not None:
             connection.begin(request_id, generation, token_id)
 
     def abort(self, engine: EngineRecord, request_id: str, generation: int = 0) -> None:
-        connection = self._connections.get((engine.engine_id, engine.epoch))
+        connection = self._connections.get(engine.key)
         if connection is not None:
             connection.abort(request_id, generation)
 
@@ -150,7 +148,7 @@ class ZmqEngineClient:
             return
         self._newest = snapshot
         reached = filter(self._reach.includes, snapshot.engines)
-        alive = {(record.engine_id, record.epoch): record for record in reached}
+        alive = {record.key: record for record in reached}
         for name in [name for name in self._connections if name not in alive]:
             connection = self._connections.pop(name)
             self._remember(name, connection.last_message_s)

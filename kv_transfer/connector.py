@@ -18,7 +18,6 @@ import msgspec
 
 from baton.engine.core.connector import ConnectorEvent, GrowingConnector, Offer, Received, TransferId
 from baton.engine.core.regions import CacheRegion
-from baton.engine.net.curve import ClusterKey
 
 from .channel import Channel, ZmqChannel
 from .errors import RankLost, TransferThreadDied, TransportError
@@ -27,9 +26,9 @@ from .group.rpc import GroupSocket
 from .group.tp_read_group import TpReadGroup, gather
 from .handoff.coordinator import HandoffCoordinator
 from .lease_clock import ahead_of_monotonic_s, lease_now
-from .protocol.messages import TICKET_VERSION, EngineKey, LeaseKey, Ticket, runs_of
+from .protocol.messages import TICKET_VERSION, LeaseKey, Ticket, runs_of
 from .protocol.stats import TransferStats
-from .settings import PeerInfo, TransferSettings
+from .settings import LocalEngine, PeerInfo, TransferSettings
 from .threads import ChannelThread
 from .transports import Transport
 from .transports.fastest import START_TIMEOUT_S, open_transport
@@ -52,24 +51,19 @@ class TransferConnector(GrowingConnector):
     def __init__(
         self,
         region: CacheRegion,
+        me: LocalEngine,
         *,
-        engine_id: str,
-        epoch: int,
-        host: str,
-        key: ClusterKey | None,
         settings: TransferSettings | None = None,
         wake: Callable[[], None] = lambda: None,
         read_socket: GroupSocket | None = None,
         staged: bool = False,
     ) -> None:
-        """`host` is this machine's address for peers. Without a `key` any process may connect: for tests only.
-
-        `read_socket` is where the other ranks of a tensor-parallel group join rank 0, which this is. The call waits
+        """`read_socket` is where the other ranks of a tensor-parallel group join rank 0, which this is. The call waits
         until all have joined, or raises `TransportError`. `close` closes the socket too; if the constructor raises, it
         stays open. `staged`: the region holds staging slots, not the engine's blocks.
         """
         self._staged = staged
-        self._me = EngineKey(engine_id, epoch)
+        self._me = me.name
         self._region = region
         self._settings = settings or TransferSettings()
         self.offers_early = self._settings.progressive
@@ -84,7 +78,7 @@ class TransferConnector(GrowingConnector):
         self._failure: Exception | None = None
         self._gate = threading.Lock()  # nothing is enqueued after `close` began
         self._read_socket = read_socket
-        self._channel = ZmqChannel(host, key, heartbeat_timeout_s=self._settings.heartbeat_timeout_s)
+        self._channel = ZmqChannel(me.host, me.key, heartbeat_timeout_s=self._settings.heartbeat_timeout_s)
         if read_socket is not None:
             self._channel.watch(read_socket.channel)
         self.address = self._channel.address  # this engine's `kv_address`
@@ -192,9 +186,8 @@ class TransferConnector(GrowingConnector):
         self._has_emitted = False
         pause_s = handoff.pump(self._commands_given)
         now = time.monotonic()
-        if (
-            pause_s >= STATS_EVERY_S or self._has_emitted or now >= self._stats_due
-        ):  # a thread that polls has too many rounds to do this in each
+        # A thread that polls has too many rounds to do this in each.
+        if pause_s >= STATS_EVERY_S or self._has_emitted or now >= self._stats_due:
             lanes = self._stats.lanes
             self._stats, self._stats_due = handoff.stats(), now + STATS_EVERY_S
             if self._stats.lanes != lanes and not self._has_emitted:

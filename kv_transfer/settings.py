@@ -1,13 +1,15 @@
-"""Settings of transfers and of the tiers behind an engine's pool, and the names of peers."""
+"""Settings of transfers and of the tiers behind an engine's pool, and the names of this engine and its peers."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal, Self
 
 import msgspec
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from baton.engine.net.curve import ClusterKey
 from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MIN_HEARTBEAT_TIMEOUT_S
 from baton.engine.strict_model import StrictModel
 
@@ -94,6 +96,20 @@ class TransferSettings(StrictModel):
     @property
     def timeouts(self) -> ReceiveTimeouts:
         return ReceiveTimeouts(self.connect_s, self.retry_s, self.margin_s, self.renew_at)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalEngine:
+    """The engine of this process, and how its sockets are bound."""
+
+    engine_id: str
+    epoch: int  # random per start: a restarted engine has another one
+    host: str  # this machine's address for peers and gateways
+    key: ClusterKey | None  # of the sockets. None: any process may connect, for tests only
+
+    @property
+    def name(self) -> EngineKey:
+        return EngineKey(self.engine_id, self.epoch)
 
 
 class PeerInfo(msgspec.Struct, frozen=True):

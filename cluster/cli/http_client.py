@@ -217,9 +217,9 @@ class _State:
             self.update()
         except httpx.HTTPError as error:
             self.is_ready = False
-            said = reason(url, error)
+            problem = reason(url, error)
             return Text(
-                json.dumps({"ready": False, "error": said}) if as_json else said, style="" if as_json else "red"
+                json.dumps({"ready": False, "error": problem}) if as_json else problem, style="" if as_json else "red"
             )
         return Text(self.json()) if as_json else self.tables()
 

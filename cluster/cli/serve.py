@@ -192,7 +192,7 @@ class DiskWatch:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._told: set[Path] = set()
+        self._warned: set[Path] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="disk-watch", daemon=True)
 
@@ -211,9 +211,9 @@ class DiskWatch:
 
     def _look(self) -> None:
         full = {disk.folder: disk for disk in full_disks()}
-        for folder in full.keys() - self._told:
+        for folder in full.keys() - self._warned:
             self._console.print(f"[yellow]warning:[/] {full[folder]}", highlight=False, soft_wrap=True)
-        self._told = set(full)
+        self._warned = set(full)
 
 
 class Display:

@@ -50,14 +50,14 @@ def show_top(url: str, api_key: str | None, pace: Pace) -> None:
 
         def draw() -> RenderableType:
             nonlocal is_first
-            said = ""
+            error_text = ""
             try:
                 if not is_first:
                     fleet.update()
             except httpx.HTTPError as error:
-                said = reason(url, error)
+                error_text = reason(url, error)
             is_first = False
-            return Group(*fleet.parts(said))
+            return Group(*fleet.parts(error_text))
 
         watch(pace, draw)
 
@@ -113,10 +113,10 @@ class FleetView:
     def _verdict(self, error: str) -> Text:
         engines, gateways = len(self._ranks.data), len(self._ranks.gateways)
         running, waiting = sum(rank["num_running"] or 0 for rank in self._ranks.data), self._all("num_requests_waiting")
-        level, said = ("good", "Serving") if self._is_ready else ("bad", "Not serving: no engine can take a request")
+        level, title = ("good", "Serving") if self._is_ready else ("bad", "Not serving: no engine can take a request")
         if error:
-            level, said = "bad", error
-        text = Text(said, style=f"bold {LEVELS[level]}")
+            level, title = "bad", error
+        text = Text(title, style=f"bold {LEVELS[level]}")
         counts = f"   engines {engines}   gateways {gateways}   running {running}   waiting {waiting}   "
         return text.append(counts + time.strftime("%H:%M:%S"), style="default not bold")
 

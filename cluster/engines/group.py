@@ -176,8 +176,10 @@ class WorkerGroup:
         """Set `state` to the progress of the downloads, until cancelled."""
         while True:
             with contextlib.suppress(ray.exceptions.RayError):  # `_all` raises this error, too
-                told: list[str] = await asyncio.gather(*(worker.actor.fetch_progress.remote() for worker in workers))
-                self.state = "; ".join(dict.fromkeys(filter(None, told))) or self.state
+                progress: list[str] = await asyncio.gather(
+                    *(worker.actor.fetch_progress.remote() for worker in workers)
+                )
+                self.state = "; ".join(dict.fromkeys(filter(None, progress))) or self.state
             await asyncio.sleep(FETCH_PROGRESS_S)
 
     async def _start(self, configs: dict[Worker, RankConfig]) -> list[EngineRecord]:

@@ -16,6 +16,7 @@ from baton.engine.core.connector import KVConnector
 from baton.engine.core.regions import CacheRegion
 from baton.engine.core.tiers import KVTiers
 from baton.engine.parallel.member import Member
+from baton.kv_transfer.settings import LocalEngine
 
 from .launch import EngineLaunch, GroupEndpoints
 
@@ -29,10 +30,9 @@ if TYPE_CHECKING:
 class KVResources:
     """KV transfers and tiers of an engine's rank 0. When they have events they call `wake`, from any thread."""
 
-    def __init__(self, launch: EngineLaunch, engine_id: str, epoch: int, host: str, wake: Callable[[], None]) -> None:
-        self._launch = launch
-        self._engine_id, self._epoch, self._host = engine_id, epoch, host
-        self._wake = wake
+    def __init__(self, launch: EngineLaunch, me: LocalEngine) -> None:
+        self._launch, self._me = launch, me
+        self.wake: Callable[[], None] = lambda: None  # set once the engine is served
         self._read_socket: GroupSocket | None = None
         self._copy_socket: GroupSocket | None = None
         self._tier_socket: GroupSocket | None = None
@@ -45,11 +45,11 @@ class KVResources:
 
         launch, size = self._launch, self._launch.tensor_parallel_size
         if launch.transfers_kv:
-            self._read_socket = GroupSocket(size, self._host, launch.key)
+            self._read_socket = GroupSocket(size, self._me.host, self._me.key)
             if launch.spec.transfer.buffer != "device":
-                self._copy_socket = GroupSocket(size, self._host, launch.key)
+                self._copy_socket = GroupSocket(size, self._me.host, self._me.key)
         if launch.tiers is not None:
-            self._tier_socket = GroupSocket(size, self._host, launch.key)
+            self._tier_socket = GroupSocket(size, self._me.host, self._me.key)
         sockets = (self._read_socket, self._copy_socket, self._tier_socket)
         return GroupEndpoints(*("" if socket is None else socket.address for socket in sockets))
 
@@ -65,12 +65,9 @@ class KVResources:
 
         self.connector = open_connector(
             region,
-            engine_id=self._engine_id,
-            epoch=self._epoch,
-            host=self._host,
-            key=self._launch.key,
+            self._me,
             settings=self._launch.spec.transfer,
-            wake=self._wake,
+            wake=lambda: self.wake(),
             read_socket=self._read_socket,
             copy_socket=self._copy_socket,
         )
@@ -83,9 +80,9 @@ class KVResources:
         self.tiers = TierStore(
             region,
             self._launch.tiers,
-            name=f"{self._engine_id}:tiers",
+            name=f"{self._me.engine_id}:tiers",
             cpu_affinity=self._launch.spec.transfer.cpu_affinity,
-            wake=self._wake,
+            wake=lambda: self.wake(),
             group_socket=self._tier_socket,
         )
         return self.tiers
@@ -102,32 +99,31 @@ def follow_leader(
     launch: EngineLaunch, engine_id: str, member: Member, leader: GroupEndpoints, ending: contextlib.ExitStack
 ) -> Callable[[CacheRegion], None]:
     """Return a function that connects a rank, once it has its KV region, to its leader, until `ending` is closed."""
+    from baton.kv_transfer.group.rpc import GroupRank
     from baton.kv_transfer.staging.group_copies import follow_connector
     from baton.kv_transfer.tiers.group import follow_tiers
 
     settings = launch.spec.transfer
+    me = GroupRank(member.tp_rank, member.tensor_parallel_size, launch.key)
 
     def connect(region: CacheRegion) -> None:
         if leader.reads:
             reader = follow_connector(
                 region,
+                me,
                 settings=settings,
-                rank=member.tp_rank,
                 leader=leader.reads,
                 copies=leader.copies,
                 engine_id=engine_id,
-                key=launch.key,
             )
             ending.callback(reader.close)
         if leader.tiers:
             assert launch.tiers is not None, "a leader opens a socket only where the fleet has tiers"
             tiers = follow_tiers(
                 region,
+                me,
                 launch.tiers,
-                rank=member.tp_rank,
-                num_ranks=member.tensor_parallel_size,
                 leader=leader.tiers,
-                key=launch.key,
                 name=f"{engine_id}:tiers:{member.tp_rank}",
                 cpu_affinity=settings.cpu_affinity,
             )

@@ -21,7 +21,7 @@ from ray.util.placement_group import get_current_placement_group
 
 from baton.cluster.contracts import EngineGroup, Role, StartingGroup
 from baton.cluster.logs import configure
-from baton.cluster.membership.directory_client import ANSWER_S, DirectoryClient, keep_app_alive, stay_registered
+from baton.cluster.membership.directory_client import ANSWER_S, DirectoryClient, keep_app_alive
 from baton.cluster.membership.draining import drain
 from baton.cluster.membership.members import HeartbeatReply
 from baton.cluster.spec import Bundle, FleetSpec, load_spec
@@ -29,6 +29,7 @@ from baton.engine.net.curve import ClusterKey
 
 from .group import GroupCannotStart, WorkerGroup
 from .launch import EngineLaunch
+from .registration import GroupRegistration
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +45,10 @@ class EngineReplica:
         spec = load_spec(args)
         context = serve.get_replica_context()
         group_id = f"{role}-{context.replica_id.unique_id}"
+        self._name = f"engine group {group_id}"
         configure(spec.logging, "group", group_id)
-        self._directory = DirectoryClient(context.app_name)
-        key: ClusterKey = await self._directory.call("cluster_key", spec.logging)
+        directory = DirectoryClient(context.app_name)
+        key: ClusterKey = await directory.call("cluster_key", spec.logging)
         launch = EngineLaunch(spec, Role(role), group_id, context.app_name, key)
         self._fleet = spec.fleets.present[launch.role]
         check_gpus(spec, launch.role, bundle)
@@ -58,24 +60,15 @@ class EngineReplica:
         def describe() -> StartingGroup:
             return StartingGroup(group_id, launch.role, host, self._workers.state)
 
-        async with keep_app_alive(self._directory, describe):
+        async with keep_app_alive(directory, describe):
             engines = await self._workers.start()
-        first_rank = spec.first_rank(launch.role)
-        self._group = EngineGroup(group_id=launch.group_id, first_rank=first_rank, engines=engines)
+        group = EngineGroup(group_id=group_id, first_rank=spec.first_rank(launch.role), engines=engines)
+        self._registration = GroupRegistration(directory, group, self._workers.actor_names)
         self._end = ""  # the reason, once the group has ended
         self._is_ended_by_serve = False
         self._leaving: asyncio.Task[None] | None = None
-        self._heart = asyncio.create_task(
-            stay_registered(
-                self._directory,
-                self._group.group_id,
-                self._group.epoch,
-                self._register,
-                on_reply=self._follow_reply,
-            )
-        )
         self._tasks = [
-            self._heart,
+            self._registration.start(on_reply=self._follow_reply),
             asyncio.create_task(self._watch_workers()),
             asyncio.create_task(self._watch_steps(self._fleet.step_timeout_s)),
         ]
@@ -89,10 +82,6 @@ class EngineReplica:
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
-
-    async def _register(self) -> None:
-        listed: EngineGroup = await self._directory.call("register_group", self._group, self._workers.actor_names)
-        self._group = listed.with_draining(self._group.draining)  # draining may have begun during the call
 
     async def _watch_workers(self) -> None:
         await self._end_group(await self._workers.wait_for_end())
@@ -121,18 +110,17 @@ class EngineReplica:
                 continue
             except ray.exceptions.RayActorError:
                 return  # `_watch_workers` reports what happened
-            await self._call_directory("report_group", pulses)
+            await self._registration.report(pulses)
 
     async def _end_group(self, why: str) -> None:
         """Kill all workers: a hanging process keeps its connections open, and single ranks are of no use."""
         if self._end:  # the workers are being ended already
             return
-        self._end = f"engine group {self._group.group_id}: {why}"
+        self._end = f"{self._name}: {why}"
         logger.error(self._end)
         if self._leaving is not None:  # its drain may be waiting for engines that never answer
             self._leaving.cancel()
-        self._heart.cancel()
-        await self._leave(self._end)
+        await self._registration.leave(self._end)
         self._workers.kill()
 
     def _follow_reply(self, reply: HeartbeatReply) -> None:
@@ -152,54 +140,29 @@ class EngineReplica:
         await self._drain()
         if self._end:  # a worker died meanwhile
             return
-        self._end = f"engine group {self._group.group_id}: drained, as it was asked to"
+        self._end = f"{self._name}: drained, as it was asked to"
         logger.info(self._end)
         await self._workers.stop()
         self._workers.kill()
 
     async def _stay(self) -> None:
         # Repeat until the call has arrived: otherwise gateways would never choose the group again.
-        while not (self._is_ended_by_serve or await self._report_draining(False)):
+        while not (self._is_ended_by_serve or await self._registration.set_draining(False)):
             await asyncio.sleep(RETRY_S)
         self._leaving = None
 
     async def _drain(self) -> None:
         """Return when every request has finished or was handed over, and the directory no longer lists the group."""
-        await self._report_draining(True)
-        last_message: tuple[Any, ...] = ("leave",)
+        await self._registration.set_draining(True)
         try:
             drained = await drain(self._workers, self._fleet.drain_timeout_s)
         except ray.exceptions.RayError as error:  # a worker has died, so there is nothing to wait for
-            logger.warning("engine group %s did not drain: %s", self._group.group_id, type(error).__name__)
+            logger.warning("%s did not drain: %s", self._name, type(error).__name__)
+            await self._registration.leave()
         else:
-            what = f"engine group {self._group.group_id} drained in {drained.seconds:.1f} s"
-            logger.info("%s and handed %d requests over", what, drained.handed_over)
-            last_message = ("drained", drained)
-        self._heart.cancel()  # another heartbeat would register the group again
-        await self._call_directory(*last_message)
-
-    async def _report_draining(self, draining: bool) -> bool:
-        """Tell the directory whether the group drains; return whether the call arrived."""
-        # A restarted directory learns it from the next registration.
-        self._group = self._group.with_draining(draining)
-        return await self._call_directory("drain", draining)
-
-    async def _leave(self, why: str = "") -> None:
-        await self._call_directory("leave", why)
-
-    async def _call_directory(self, method: str, *args: Any) -> bool:
-        """Call the directory; return whether the call arrived.
-
-        Heartbeats, or their absence, replace most lost calls.
-        """
-        try:
-            await self._directory.call(method, self._group.group_id, self._group.epoch, *args)
-        except ray.exceptions.RayError as error:
-            logger.warning(
-                "the call %s for %s did not reach the directory: %s", method, self._group.group_id, type(error).__name__
-            )
-            return False
-        return True
+            what = f"drained in {drained.seconds:.1f} s"
+            logger.info("%s %s and handed %d requests over", self._name, what, drained.handed_over)
+            await self._registration.leave_drained(drained)
 
     async def __del__(self) -> None:
         """Drain, leave and end the workers. Serve calls this to end the replica, and waits for it."""
@@ -211,10 +174,10 @@ class EngineReplica:
         if not self._end:
             self._leaving = asyncio.create_task(self._drain())
             await asyncio.wait([self._leaving])
-            self._end = self._end or f"engine group {self._group.group_id}: ended normally"
+            self._end = self._end or f"{self._name}: ended normally"
         for task in self._tasks:
             task.cancel()
-        await self._leave()
+        await self._registration.leave()
         await self._workers.stop()
         self._workers.kill()
 

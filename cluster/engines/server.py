@@ -25,9 +25,9 @@ from baton.cluster.pluralize import pluralize
 from baton.cluster.wire import Abort, AskBlocks, Begin, Hello, RequestName, Status, Submit
 from baton.engine.core.engine import EngineFailed
 from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest, EngineStats, ErrorKind, FinishReason
-from baton.engine.net.curve import ClusterKey
 from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S
 from baton.kv_transfer.protocol.stats import TransferStats
+from baton.kv_transfer.settings import LocalEngine
 
 from .engine_socket import Call, EngineSocket, Event, GatewayLost, GatewayUnlisted, Leave, Unreadable
 from .status_publisher import StatusPublisher, StatusSource
@@ -56,17 +56,15 @@ class EngineServer:
     def __init__(
         self,
         engine: ServedEngine,
+        me: LocalEngine,
         *,
-        engine_id: str,
-        epoch: int,
-        key: ClusterKey,
-        host: str,
         transfers: Callable[[], TransferStats | None] = lambda: None,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         self._engine = engine
-        self._engine_id = engine_id
-        self.socket = EngineSocket(host=host, key=key, epoch=epoch, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._engine_id = me.engine_id
+        assert me.key is not None, "gateways connect only with the cluster's key"
+        self.socket = EngineSocket(host=me.host, key=me.key, epoch=me.epoch, heartbeat_timeout_s=heartbeat_timeout_s)
         self.address, self.counters = self.socket.address, self.socket.counters
         self._closing = threading.Event()
         self._step_loop_ended = threading.Event()  # nothing more will be sent
@@ -75,7 +73,7 @@ class EngineServer:
         self._requests = RequestRegistry()  # used by the step thread only, except its length
         self._leaves = False  # used by the step thread only: no request is accepted any more
         # Used by the step thread only, from `start` on:
-        self._publisher = StatusPublisher(self.socket, engine, epoch, transfers)
+        self._publisher = StatusPublisher(self.socket, engine, me.epoch, transfers)
         self._turn_began_s = time.monotonic()
         self._busy_s = 0.0
         self._listed: set[bytes] = set()  # gateways in the newest snapshot

@@ -7,34 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 from typing import TYPE_CHECKING
 
-import msgspec
 import ray
 
-from baton.cluster.contracts import DirectorySnapshot, EnginePulse, EngineRecord, EngineTrace
+from baton.cluster.contracts import EnginePulse, EngineRecord, EngineTrace
 from baton.cluster.logs import configure
-from baton.cluster.membership.directory_client import DirectoryClient
-from baton.cluster.process_metrics import MetricsExporter
-from baton.engine.core.engine import EngineCore
 from baton.engine.parallel.member import Member
+from baton.kv_transfer.settings import LocalEngine
 
 from .kv_resources import KVResources, follow_leader
 from .launch import EngineLaunch, GroupEndpoints, RankAssignment, RankConfig, RankEndpoints
-from .metrics import EngineMetrics
-from .profiler import EngineProfiler
-from .server import EngineServer
+from .leader import LeadingRank
 
 if TYPE_CHECKING:
     from baton.engine.parallel.rendezvous import Rendezvous
-    from baton.engine.startup.build import Engine
 
-logger = logging.getLogger(__name__)
-
-WATCH_RETRY_S = 0.5
 # If OpenMP threads sleep between two ops of a step, each op starts late (half the speed, as measured); if they spin
 # longer than that gap, they take cores from other processes. This many spins take some tens of microseconds.
 OPENMP_SPINS = "20000"
@@ -51,19 +41,14 @@ class EngineWorker:
         self._launch, self._assignment = launch, assignment
         configure(launch.spec.logging, "engine", f"{launch.group_id}/{assignment.rank}")
         self._config = launch.spec.engine_config(launch.role)
-        self._host = ray.util.get_node_ip_address()
-        self._epoch = secrets.randbits(63)
         self._rendezvous: Rendezvous | None = None
         self._fetch_progress = ""
-        self._engine: Engine | None = None
-        self._server: EngineServer | None = None
+        self._leader: LeadingRank | None = None
         self._following: asyncio.Task[None] | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._exporter: MetricsExporter | None = None
-        self._profiler: EngineProfiler | None = None
         dp_rank = assignment.rank // launch.tensor_parallel_size
-        self._engine_id = launch.group_id if self._config.data_parallel_size == 1 else f"{launch.group_id}-{dp_rank}"
-        self._kv = KVResources(launch, self._engine_id, self._epoch, self._host, self._wake)
+        engine_id = launch.group_id if self._config.data_parallel_size == 1 else f"{launch.group_id}-{dp_rank}"
+        self._me = LocalEngine(engine_id, secrets.randbits(63), ray.util.get_node_ip_address(), launch.key)
+        self._kv = KVResources(launch, self._me)
 
     async def fetch(self) -> str:
         """Download what is missing of a model on the Hub, and return its folder. Raises `ModelNotFetched`."""
@@ -87,73 +72,45 @@ class EngineWorker:
 
     async def lead(self, config: RankConfig) -> EngineRecord:
         """Build the engine, and return its record when it is ready. Raises the error if that fails."""
-        record = await asyncio.to_thread(self._build, self._member(config))
-        self._watcher = asyncio.create_task(self._watch())
-        server = self._server
-        assert server is not None, "it was built"
-        self._profiler = EngineProfiler(
-            self._engine_id, self._host, lambda work: asyncio.wrap_future(server.run_between_steps(work))
-        )
-        return msgspec.structs.replace(record, metrics_address=self._export_metrics())
+        member = self._member(config)  # first: it completes `self._config`
+        self._leader = await asyncio.to_thread(LeadingRank, self._launch, self._me, self._config, member, self._kv)
+        return self._leader.start()
 
     async def run(self) -> None:
         """Wait for the end of this rank. Raises the error that ended it."""
         if self._following is not None:
             await asyncio.shield(self._following)
             return
-        assert self._server is not None, "leading comes first"
-        assert self._watcher is not None, "leading comes first"
-        ended = asyncio.shield(asyncio.wrap_future(self._server.ended))
-        await asyncio.wait({ended, self._watcher}, return_when=asyncio.FIRST_COMPLETED)
-        # Without its watcher, the engine would not notice new or lost gateways and peers.
-        if self._watcher.done() and not self._watcher.cancelled():
-            self._watcher.result()
-        await ended
+        await self._leading.run()
 
     async def pulse(self) -> EnginePulse:
         """Return the state of the engine. The step loop that it describes runs in another thread."""
-        assert self._server is not None, "leading comes first"
-        return self._server.pulse()
+        return self._leading.server.pulse()
 
     async def start_profile(self) -> EngineTrace | None:
         """Begin a trace of the engine, and return where it will be; None for a follower."""
-        if self._profiler is None:
-            return None
-        return await self._profiler.start()
+        return None if self._leader is None else await self._leader.profiler.start()
 
     async def stop_profile(self) -> EngineTrace | None:
         """End the trace and return it; None if there is none."""
-        return None if self._profiler is None else await self._profiler.stop()
+        return None if self._leader is None else await self._leader.profiler.stop()
 
     async def return_requests(self) -> None:
         """See `EngineServer.return_requests`."""
-        assert self._server is not None, "leading comes first"
-        self._server.return_requests()
+        self._leading.server.return_requests()
 
     async def stop(self) -> None:
         """End a leader's engine, and with it the ranks that follow it; then `run` returns."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-        if self._server is not None:
-            await asyncio.to_thread(self._server.close)
-        await asyncio.to_thread(self._kv.close)
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
-        if self._exporter is not None:
-            await self._exporter.close()
+        if self._leader is not None:
+            await self._leader.close()
+
+    @property
+    def _leading(self) -> LeadingRank:
+        assert self._leader is not None, "leading comes first"
+        return self._leader
 
     def _note_fetch(self, progress: str) -> None:
         self._fetch_progress = progress
-
-    def _export_metrics(self) -> str:
-        """Start to answer scrapes, and return the address for them."""
-        assert self._server is not None
-        launch, server = self._launch, self._server
-        labels = [launch.spec.served_model_id, self._engine_id, launch.role]
-        registry = EngineMetrics(labels, lambda: server.status, server.counters)
-        self._exporter = MetricsExporter(registry, host=self._host, key=launch.key)
-        self._exporter.start()
-        return self._exporter.address
 
     def _open(self) -> RankEndpoints:
         rendezvous, group = "", GroupEndpoints()
@@ -161,7 +118,7 @@ class EngineWorker:
         if self._launch.world_size > 1 and rank == 0:
             from baton.engine.parallel.rendezvous import Rendezvous  # loads torch, in this process only
 
-            self._rendezvous = Rendezvous(self._host)
+            self._rendezvous = Rendezvous(self._me.host)
             rendezvous = self._rendezvous.address
         if size > 1 and rank % size == 0:
             group = self._kv.open_sockets()
@@ -176,7 +133,7 @@ class EngineWorker:
             tensor_parallel_size=self._config.tensor_parallel_size,
             data_parallel_size=self._config.data_parallel_size,
             rendezvous=config.rendezvous,
-            host=self._host,
+            host=self._me.host,
             device_index=self._assignment.local_rank if config.gpus else None,
             num_local=self._assignment.num_local,
             local_rank=self._assignment.local_rank,
@@ -189,93 +146,8 @@ class EngineWorker:
 
         with contextlib.ExitStack() as ending:
             moves_blocks = leader.reads or leader.tiers
-            connect = follow_leader(self._launch, self._engine_id, member, leader, ending) if moves_blocks else None
+            connect = follow_leader(self._launch, self._me.engine_id, member, leader, ending) if moves_blocks else None
             follow(self._config, member, connect)
-
-    def _build(self, member: Member) -> EngineRecord:
-        from baton.engine.startup.build import build_engine
-
-        connect = self._kv.connect if self._launch.transfers_kv else None
-        open_tiers = self._kv.open_tiers if self._launch.tiers is not None else None
-        try:
-            engine = build_engine(self._config, connect, member, open_tiers=open_tiers)
-        except BaseException:
-            self._kv.abandon()
-            raise
-        self._engine = engine
-        server = self._serve(engine.core)
-        # On CPUs, the thread that compiles grammars would compete with the model.
-        if engine.grammars is not None and engine.region.device != "cpu":
-            engine.grammars.start()
-        return self._record(engine, server)
-
-    def _serve(self, core: EngineCore) -> EngineServer:
-        self._server = EngineServer(
-            core,
-            engine_id=self._engine_id,
-            epoch=self._epoch,
-            key=self._launch.key,
-            host=self._host,
-            heartbeat_timeout_s=self._launch.spec.gateway.engine_heartbeat_timeout_s,
-            transfers=lambda: None if self._kv.connector is None else self._kv.connector.stats(),
-        )
-        core.when_woken(self._server.wake)
-        self._server.start()
-        return self._server
-
-    def _record(self, engine: Engine, server: EngineServer) -> EngineRecord:
-        """Return the engine's entry for the directory."""
-        launch = self._launch
-        return EngineRecord(
-            engine_id=self._engine_id,
-            group_id=launch.group_id,
-            epoch=self._epoch,
-            role=launch.role,
-            rank=-1,
-            node_id=ray.get_runtime_context().get_node_id(),
-            node_ip=self._host,
-            pid=os.getpid(),
-            address=server.address,
-            kv_address="" if self._kv.connector is None else self._kv.connector.address,
-            fingerprint=engine.caches.fingerprint,
-            model_id=launch.spec.served_model_id,
-            max_model_len=engine.max_model_len,
-            max_num_seqs=engine.steps.max_num_seqs,
-            max_num_batched_tokens=engine.steps.max_num_batched_tokens,
-            num_blocks=engine.num_blocks,
-            num_tier_blocks=0 if self._kv.tiers is None else self._kv.tiers.num_slots,
-        )
-
-    def _wake(self) -> None:
-        if self._server is not None:  # transfers may call this before the engine serves
-            self._server.wake()
-
-    async def _watch(self) -> None:
-        """Follow the directory's snapshots: abort requests of lost gateways, close connections to lost peers."""
-        directory, version = DirectoryClient(self._launch.app), -1
-        while True:
-            try:
-                snapshot = await directory.watch(version)
-            except ray.exceptions.RayError as error:
-                logger.warning("the directory does not answer, asking again: %s", type(error).__name__)
-                await asyncio.sleep(WATCH_RETRY_S)
-                continue
-            if snapshot.version != version:
-                version = snapshot.version
-                self._apply(snapshot)
-
-    def _apply(self, snapshot: DirectorySnapshot) -> None:
-        from baton.kv_transfer.settings import PeerInfo
-
-        assert self._server is not None
-        self._server.keep_gateways(gateway.identity for gateway in snapshot.gateways)
-        if self._kv.connector is not None:
-            peers = [
-                PeerInfo(record.engine_id, record.epoch, record.kv_address, record.fingerprint)
-                for record in snapshot.engines
-                if record.role is self._launch.role.complement
-            ]
-            self._kv.connector.peers_changed(peers)
 
 
 def _configure_threads(launch: EngineLaunch, num_nodes: int) -> None:

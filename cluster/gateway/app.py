@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -32,10 +31,6 @@ from .middleware import FAILURE, Drain, RequestMiddleware, error_response
 from .model import ServedModel
 from .openapi import add_description_routes
 from .routes import READ, Scrape, add_model_routes, add_probe_routes, add_request_route, add_state_routes
-from .routing.breaker import Breakers
-from .routing.rates import LearntRates
-from .routing.router import Router
-from .serving.admission import AdmissionControl
 from .serving.context import ServingContext
 from .settings import GatewaySettings
 from .tracing import RequestSpans
@@ -49,6 +44,16 @@ CLIENT_ROUTES = (
 )
 
 
+@dataclass(frozen=True)
+class ApplicationAccess:
+    """A gateway's access to the rest of its application. The defaults are those of a gateway on its own."""
+
+    scrape: Scrape | None = None  # metrics of all processes, or of those on this node; None: only this gateway's
+    operator: Operator = field(default_factory=NoOperator)  # serves keys with the right `admin`
+    load_balancing: LoadBalancing = LoadBalancing.INTERNAL  # as shown to operators
+    scales_from_zero: bool = False  # engines start with the first request, so the gateway is ready without any
+
+
 def create_app(
     client: EngineClient,
     model: ServedModel,
@@ -57,28 +62,20 @@ def create_app(
     metrics: GatewayMetrics | None = None,
     bodies: BodyService | None = None,
     *,
-    scrape: Scrape | None = None,
     spans: RequestSpans | None = None,
-    scales_from_zero: bool = False,
-    load_balancing: LoadBalancing = LoadBalancing.INTERNAL,
-    operator: Operator | None = None,
+    application: ApplicationAccess = ApplicationAccess(),
 ) -> FastAPI:
     """Return the HTTP application for one model. It needs no lifespan events and does not close `client`.
 
     `drain` lets the caller announce that the gateway leaves, `metrics` can be read without HTTP, `bodies` starts and
-    stops the processes that read large bodies, and `spans` records finished requests. `scrape` returns the metrics of
-    all processes, or of those on this node; without it, `/metrics` shows only this gateway. With `scales_from_zero`
-    the application counts as ready without engines, which start with the first request. `load_balancing` is shown to
-    operators. `operator` acts on the whole application, for keys with the right `admin`.
-
-    Raises `InvalidKeys`.
+    stops the processes that read large bodies, and `spans` records finished requests. Raises `InvalidKeys`.
     """
     keys = ApiKeys(settings)
     drain = drain or Drain()
     metrics = metrics or GatewayMetrics(model.model_id, client.engines, client.counters)
-    serving = _serving_context(client, settings, metrics, scales_from_zero=scales_from_zero)
+    serving = ServingContext(client, settings, metrics, scales_from_zero=application.scales_from_zero)
     bodies = bodies or BodyService(model, settings, metrics)
-    gateway = GatewayServices(model, metrics, serving.admission, serving, bodies, spans)
+    gateway = GatewayServices(model, metrics, serving, bodies, spans)
 
     # A redirect would name the scheme and host of this gateway; behind a balancer, clients use others.
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -86,11 +83,11 @@ def create_app(
     for path, endpoint in endpoints.items():
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     add_model_routes(app, model)
-    add_probe_routes(app, serving, scrape or _only(metrics), drain)
+    add_probe_routes(app, serving, application.scrape or _only(metrics), drain)
     apis = [path for path, endpoint in endpoints.items() if isinstance(endpoint, GenerationEndpoint)]
-    add_state_routes(app, settings.gateway_id, model, serving, load_balancing, apis)
+    add_state_routes(app, model, serving, application.load_balancing, apis)
     add_request_route(app, gateway.recent)
-    add_admin_routes(app, gateway, operator or NoOperator())
+    add_admin_routes(app, gateway, application.operator)
     add_description_routes(app, model.model_id)
     add_page_routes(app, lambda: serving.settings.page)
     app.add_exception_handler(ApiError, _answer_error)
@@ -101,22 +98,6 @@ def create_app(
     app.add_middleware(OriginsMiddleware, allowed=lambda: serving.settings.allowed_origins)
     app.state.parts = _Parts(keys, bodies, serving)
     return app
-
-
-def _serving_context(
-    client: EngineClient, settings: GatewaySettings, metrics: GatewayMetrics, *, scales_from_zero: bool
-) -> ServingContext:
-    """Return what all sequences share: the router, admission and circuits, by one clock."""
-    rates = LearntRates(settings.cost, time.monotonic)
-    router = Router(
-        settings.gateway_id,
-        rates=rates,
-        session_patience_s=settings.session_patience_s,
-        local_prefill_max_tokens=settings.local_prefill_max_tokens,
-    )
-    admission = AdmissionControl(settings, rates, time.monotonic)
-    breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
-    return ServingContext(client, router, settings, metrics, admission, breakers, scales_from_zero=scales_from_zero)
 
 
 def _endpoints(gateway: GatewayServices) -> dict[str, ASGIApp]:

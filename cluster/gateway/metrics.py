@@ -126,9 +126,9 @@ class GatewayMetrics:
         """Record the seconds from a failed engine's last message, or its request, to the decision what follows."""
         self.decisions_s.labels(failure).observe(seconds)
 
-    def circuit_opened(self, peer: tuple[object, ...]) -> None:
+    def circuit_opened(self, circuit: tuple[object, ...]) -> None:
         """Count a circuit that opened, for an engine or for a pair of a prefill and a decode engine."""
-        self.circuits_opened.labels("engine" if len(peer) == 1 else "pair").inc()
+        self.circuits_opened.labels("engine" if len(circuit) == 1 else "pair").inc()
 
     def observe_parts(self, timeline: Timeline) -> None:
         """Record the parts of the latency of an answered choice."""

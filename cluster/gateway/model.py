@@ -35,12 +35,12 @@ class ServedModel:
         Raises `ModelError` or `TokenizerError` for a folder that is not a checkpoint.
         """
         config = load_config(folder, max_model_len=max_model_len, load_format="dummy")
-        said = {name: getattr(config.generation, name) for name in DEFAULTED}
+        defaults = {name: getattr(config.generation, name) for name in DEFAULTED}
         return cls(
             model_id=model_id or Path(folder).name,
             tokenizer=Tokenizer.from_folder(folder),
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
             eos_token_ids=tuple(config.eos_token_ids),
-            generation_defaults={name: value for name, value in said.items() if value is not None},
+            generation_defaults={name: value for name, value in defaults.items() if value is not None},
         )

@@ -110,17 +110,17 @@ def _schemas() -> tuple[Schema, dict[Any, Schema]]:
 
 def _operation(operation: Operation, answers: dict[Any, Schema], model_id: str) -> Schema:
     content = {operation.media_type: {"schema": answers[operation.answer]}}
-    said = "The answer."
+    description = "The answer."
     if operation.event is not None:
         content["text/event-stream"] = {"schema": answers[operation.event]}
-        said = "The answer; with `stream`, events with such `data`."
+        description = "The answer; with `stream`, events with such `data`."
     statuses = operation.errors if operation.is_open else (401, *operation.errors)
     described: Schema = {
         "summary": operation.summary,
         "operationId": _operation_id(operation),
         "parameters": list(_parameters(operation)),
         "responses": {
-            "200": {"description": said, "content": content, "headers": _answer_headers(operation)},
+            "200": {"description": description, "content": content, "headers": _answer_headers(operation)},
             **{str(status): _error(status, answers[operation.error]) for status in sorted(statuses)},
         },
         "security": [] if operation.is_open else [{"key": []}, {"x-api-key": []}],

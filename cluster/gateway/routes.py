@@ -160,7 +160,6 @@ def add_request_route(app: FastAPI, recent: RecentRequests) -> None:
 
 def add_state_routes(
     app: FastAPI,
-    gateway_id: str,
     model: ServedModel,
     serving: ServingContext,
     load_balancing: LoadBalancing,
@@ -180,7 +179,9 @@ def add_state_routes(
         is_admin = caller_of(request.scope).is_admin
         return _json(ServerInfo(model.model_id, model.max_model_len, VERSION, load_balancing, engines, apis, is_admin))
 
-    table = SharedAnswer(lambda: msgspec.json.encode(rank_table(gateway_id, serving.client, serving.breakers)))
+    table = SharedAnswer(
+        lambda: msgspec.json.encode(rank_table(serving.settings.gateway_id, serving.client, serving.breakers))
+    )
 
     @app.api_route("/v1/cluster/ranks", methods=READ)
     async def ranks(request: Request) -> Response:

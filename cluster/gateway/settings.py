@@ -43,8 +43,8 @@ class Change(enum.StrEnum):
 
 def change_of(settings: type[StrictModel], name: str) -> Change:
     """Return how a change of this field is applied: as its annotation says, by default in place."""
-    said = settings.model_fields[name].metadata
-    return next((each for each in said if isinstance(each, Change)), Change.IN_PLACE)
+    annotations = settings.model_fields[name].metadata
+    return next((each for each in annotations if isinstance(each, Change)), Change.IN_PLACE)
 
 
 class QueueLimits(StrictModel):

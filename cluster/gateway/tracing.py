@@ -32,10 +32,8 @@ CLOSE_S = 2.0  # for which the gateway waits for the collector when it ends
 EXPORTER = "OTEL_TRACES_EXPORTER"
 OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 OTLP_EXPORTERS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
-EXTRAS = {
-    "otlp_proto_http": "tracing",
-    "otlp_proto_grpc": "tracing-grpc",
-}  # extras of this package that install the exporters
+# Extras of this package that install the exporters:
+EXTRAS = {"otlp_proto_http": "tracing", "otlp_proto_grpc": "tracing-grpc"}
 
 
 class TraceExporterError(RuntimeError):

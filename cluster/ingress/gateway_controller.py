@@ -34,7 +34,7 @@ from baton.cluster.membership.directory import NAMESPACE
 from baton.cluster.membership.directory_client import DirectoryClient, keep_app_alive
 from baton.cluster.spec import FleetSpec, InvalidSpec, load_spec, with_user_config
 
-from .gateway_server import GatewayLaunch, GatewayServer, digest
+from .gateway_server import GatewayLaunch, GatewayPlacement, GatewayServer, digest
 
 logger = logging.getLogger(__name__)
 RETRY_S = 2.0  # between attempts to start a gateway
@@ -42,20 +42,6 @@ START_S = 60.0  # for one gateway to start: a machine without capacity for it mu
 KILLED_S = 5.0  # for Ray to end a process that does not respond
 UNLISTED_TIMEOUT_S = 10.0  # a gateway unlisted for so long counts as hanging; Ray reports a dead one at once
 UNNEEDED_S = 300.0  # a gateway without a rank for so long is ended; restarted engines return sooner
-
-
-@dataclass(frozen=True)
-class GatewayPlacement:
-    """A node, or a rank on its node, that needs a gateway."""
-
-    reach: Reach
-    node_id: str
-    node_ip: str
-
-    @property
-    def name(self) -> str:
-        rank = f"-rank-{self.reach.rank}" if self.reach.mode is LoadBalancing.EXTERNAL else ""
-        return f"{self.node_id}{rank}"
 
 
 def gateway_placements(mode: LoadBalancing, engines: Iterable[EngineRecord]) -> dict[str, GatewayPlacement]:
@@ -316,9 +302,7 @@ class GatewayController:
 
     async def _start(self, placement: GatewayPlacement) -> None:
         port, user_config = self._ports.port_of(placement), self._user_config
-        launch = GatewayLaunch(
-            self._app, self._args, placement.reach, placement.node_id, placement.node_ip, port, user_config
-        )
+        launch = GatewayLaunch(self._app, self._args, placement, port=port, user_config=user_config)
         actor_class: Any = ray.remote(GatewayActor)
         actor = actor_class.options(
             name=self._actor_name(placement),

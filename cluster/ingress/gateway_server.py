@@ -24,11 +24,11 @@ import ray
 from fastapi import FastAPI
 from ray.actor import ActorHandle
 
-from baton.cluster.contracts import EngineTrace, GatewayRecord, Reach
+from baton.cluster.contracts import EngineTrace, GatewayRecord, LoadBalancing, Reach
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.gateway.api.body_service import BodyService
 from baton.cluster.gateway.api_keys import InvalidKeys
-from baton.cluster.gateway.app import create_app, reconfigure_app
+from baton.cluster.gateway.app import ApplicationAccess, create_app, reconfigure_app
 from baton.cluster.gateway.errors import bad_request, no_directory
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.middleware import Drain
@@ -51,14 +51,26 @@ REPORT_S = 1.0  # between two reports to the autoscaler
 
 
 @dataclass(frozen=True)
+class GatewayPlacement:
+    """The machine of a gateway, and the engines that it reaches: all, those of the machine, or one rank."""
+
+    reach: Reach
+    node_id: str
+    node_ip: str
+
+    @property
+    def name(self) -> str:
+        rank = f"-rank-{self.reach.rank}" if self.reach.mode is LoadBalancing.EXTERNAL else ""
+        return f"{self.node_id}{rank}"
+
+
+@dataclass(frozen=True)
 class GatewayLaunch:
     """The settings with which a process becomes a gateway."""
 
     app: str
     args: dict[str, Any]
-    reach: Reach
-    node_id: str
-    node_ip: str
+    placement: GatewayPlacement
     port: int = 0  # 0: that in the settings
     user_config: Mapping[str, Any] = field(default_factory=dict)  # an argument of `with_user_config`
 
@@ -102,8 +114,8 @@ def _directory_errors() -> Iterator[None]:
     try:
         yield
     except NoSuchRank as error:  # Ray raises a subclass of it, with the traceback in its text
-        said = str(error).splitlines()[-1]
-        raise bad_request("rank", f"'rank': {said.rpartition('NoSuchRank: ')[2]}.", "unknown_rank") from None
+        message = str(error).splitlines()[-1]
+        raise bad_request("rank", f"'rank': {message.rpartition('NoSuchRank: ')[2]}.", "unknown_rank") from None
     except ray.exceptions.RayError as error:
         raise no_directory(f"{type(error).__name__}: {error}") from None
 
@@ -122,18 +134,18 @@ class GatewayServer:
         self._changing = asyncio.Lock()
         self._directory = DirectoryClient(launch.app)
         self._actor = actor
-        self._reach = launch.reach
+        self._placement = placement = launch.placement
         port = launch.port or self._spec.gateway.port
         self._listener = listen(self._spec.gateway.host, port, share=share_port)
-        self._life = ProbeSocket(launch.node_ip)
+        self._life = ProbeSocket(placement.node_ip)
         self.record = GatewayRecord(
             identity=f"gateway-{secrets.token_hex(6)}",
-            node_id=launch.node_id,
-            node_ip=launch.node_ip,
+            node_id=placement.node_id,
+            node_ip=placement.node_ip,
             pid=os.getpid(),
             host=self._spec.gateway.host,
             port=port,
-            reach=launch.reach,
+            reach=placement.reach,
             application=digest(launch.args, self._spec),
             life_address=self._life.address,
             scaling=self._spec.scale_plan,
@@ -163,7 +175,7 @@ class GatewayServer:
             self._directory,
             key,
             identity,
-            self._reach,
+            self._placement.reach,
             heartbeat_timeout_s=settings.engine_heartbeat_timeout_s,
             queue=settings.queue_limits.bound,
         )
@@ -181,11 +193,13 @@ class GatewayServer:
             drain,
             self._metrics,
             self._bodies,
-            scrape=self._scraped.render,
             spans=self._spans,
-            scales_from_zero=spec.scales_from_zero,
-            load_balancing=self._reach.mode,
-            operator=DirectoryOperator(self._directory),
+            application=ApplicationAccess(
+                scrape=self._scraped.render,
+                operator=DirectoryOperator(self._directory),
+                load_balancing=self._placement.reach.mode,
+                scales_from_zero=spec.scales_from_zero,
+            ),
         )
         self._http = HttpServer(
             self._app,

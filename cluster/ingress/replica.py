@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.cluster.contracts import Reach
 
-from .gateway_server import GatewayLaunch, GatewayServer
+from .gateway_server import GatewayLaunch, GatewayPlacement, GatewayServer
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES = "/v1/messages"
@@ -66,9 +66,9 @@ class GatewayReplica:
         self._launch = GatewayLaunch(
             app=serve.get_replica_context().app_name,
             args=args,
-            reach=Reach(),
-            node_id=ray.get_runtime_context().get_node_id(),
-            node_ip=ray.util.get_node_ip_address(),
+            placement=GatewayPlacement(
+                Reach(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+            ),
         )
         self._server: GatewayServer | None = None
 

@@ -51,9 +51,9 @@ class DirectoryClient:
         Members that a restarted directory does not list yet stay in the snapshot until its list is complete.
         """
         last = self._newest
-        news: DirectorySnapshot | None = await self._ask(WATCH_S, "watch", -1 if last is None else version)
-        if news is not None:
-            self._newest = news if last is None else news.completed_by(last)
+        newer: DirectorySnapshot | None = await self._ask(WATCH_S, "watch", -1 if last is None else version)
+        if newer is not None:
+            self._newest = newer if last is None else newer.completed_by(last)
         assert self._newest is not None, "no directory has version -1, so the first answer is a snapshot"
         return self._newest
 

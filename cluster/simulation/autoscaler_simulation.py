@@ -225,7 +225,7 @@ class AutoscalerSimulation:
         self._place(served)
 
     def _place(self, served: _ServedRequest) -> None:
-        route = self._router.route(self._views(), self._router.read(served.request))
+        route = self._router.route(self._views(), self._router.query(served.request))
         if route is None:
             self._time.after(RETRY_S, functools.partial(self._place, served))
             return
@@ -251,7 +251,7 @@ class AutoscalerSimulation:
         if not served.first_s:
             served.first_s = now_s
             counts.first_token[bucket_of(FIRST_TOKEN_S, now_s - served.arrival.at_s)] += 1
-            self._router.loads.read(served.placement)
+            self._router.loads.first_token(served.placement)
         elif output.token_ids:
             counts.inter_token[bucket_of(PER_TOKEN_S, now_s - served.last_s)] += 1
         served.last_s = now_s
@@ -267,14 +267,14 @@ class AutoscalerSimulation:
 
     def _go_on(self, served: _ServedRequest, output: EngineOutput) -> None:
         assert served.placement is not None, "who hands over was sent something"
-        wanted = self._router.read(served.request)
+        wanted = self._router.query(served.request)
         placement = self._router.decode_placement(self._views(), wanted, served.placement.engine)
-        assert placement is not None, "a fleet of readers never goes before the last request has"
+        assert placement is not None, "a prefill fleet never goes before the last request has"
         request = msgspec.structs.replace(
             served.request, kv_source=output.kv_source, output_token_ids=list(output.token_ids)
         )
         self._send(served, placement, request)
-        self._router.loads.read(placement)
+        self._router.loads.first_token(placement)
 
     def _outcome(self) -> ScalingOutcome:
         for group in list(self._groups.values()):

@@ -13,11 +13,11 @@ import msgspec
 from baton.cluster.cached_blocks import BlockName, CachedBlocks
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 from baton.cluster.gateway.routing.load import Placement
-from baton.cluster.gateway.routing.prefix_index import EngineKey, engine_key
 from baton.cluster.gateway.routing.rates import CostRates, LearntRates
 from baton.cluster.gateway.routing.router import Router
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.engine.core.messages import EngineRequest
+from baton.kv_transfer.protocol.messages import EngineKey
 
 
 class Start(NamedTuple):
@@ -30,17 +30,17 @@ class Start(NamedTuple):
 class Policy(Protocol):
     """Chooses engines for one gateway, and is told how their requests proceed."""
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
+    def prefill_start(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
         """Choose the engine that computes the prompt."""
         ...
 
-    def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
+    def decode_placement(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
         """Choose the decode engine that continues after the hand-off by `source`."""
         ...
 
     def sent(self, placement: Placement) -> None: ...
 
-    def read(self, placement: Placement) -> None:
+    def first_token(self, placement: Placement) -> None:
         """Note that the first token has come."""
         ...
 
@@ -53,11 +53,11 @@ class LoadOnly:
     def __init__(self, choose: Callable[[Sequence[EngineView]], EngineView]) -> None:
         self._choose = choose
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
+    def prefill_start(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
         placement = self._place([view for view in views if view.record.role is not Role.DECODE])
         return Start(placement, placement.engine.role is Role.PREFILL)
 
-    def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
+    def decode_placement(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
         return self._place([view for view in views if view.record.role is Role.DECODE])
 
     def _place(self, views: Sequence[EngineView]) -> Placement:
@@ -66,7 +66,7 @@ class LoadOnly:
     def sent(self, placement: Placement) -> None:
         pass
 
-    read = ended = sent
+    first_token = ended = sent
 
 
 def round_robin(first: int) -> LoadOnly:
@@ -92,21 +92,21 @@ class ExactPrefixes:
             clock=clock,
         )
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
-        route = self._router.route(views, self._router.read(request))
+    def prefill_start(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
+        route = self._router.route(views, self._router.query(request))
         assert route is not None, "every fleet of a replay can serve every request"
         return Start(route.placement, route.hands_off)
 
-    def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
-        placement = self._router.decode_placement(views, self._router.read(request), source)
+    def decode_placement(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
+        placement = self._router.decode_placement(views, self._router.query(request), source)
         assert placement is not None, "every fleet of a replay can serve every request"
         return placement
 
     def sent(self, placement: Placement) -> None:
         self._router.loads.sent(placement)
 
-    def read(self, placement: Placement) -> None:
-        self._router.loads.read(placement)
+    def first_token(self, placement: Placement) -> None:
+        self._router.loads.first_token(placement)
 
     def ended(self, placement: Placement) -> None:
         self._router.loads.ended(placement)
@@ -115,8 +115,10 @@ class ExactPrefixes:
 class ExactPools(ExactPrefixes):
     """The gateway's own router, if engines reported only the blocks in their pools, and not those in tiers."""
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
-        return super().reader([msgspec.structs.replace(view, cached=PoolAlone(view.cached)) for view in views], request)
+    def prefill_start(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
+        return super().prefill_start(
+            [msgspec.structs.replace(view, cached=PoolAlone(view.cached)) for view in views], request
+        )
 
 
 class ApproximatePrefixes(ExactPrefixes):
@@ -131,11 +133,11 @@ class ApproximatePrefixes(ExactPrefixes):
         super().__init__(name, clock)
         self._remembered: dict[EngineKey, RememberedBlocks] = {}
 
-    def reader(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
-        return super().reader([self._as_remembered(view) for view in views], request)
+    def prefill_start(self, views: Sequence[EngineView], request: EngineRequest) -> Start:
+        return super().prefill_start([self._as_remembered(view) for view in views], request)
 
-    def writer(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
-        return super().writer([self._as_remembered(view) for view in views], request, source)
+    def decode_placement(self, views: Sequence[EngineView], request: EngineRequest, source: EngineRecord) -> Placement:
+        return super().decode_placement([self._as_remembered(view) for view in views], request, source)
 
     def sent(self, placement: Placement) -> None:
         super().sent(placement)
@@ -146,7 +148,7 @@ class ApproximatePrefixes(ExactPrefixes):
 
     def _memory_of(self, engine: EngineRecord) -> RememberedBlocks:
         capacity = engine.num_blocks + engine.num_tier_blocks
-        return self._remembered.setdefault(engine_key(engine), RememberedBlocks(capacity))
+        return self._remembered.setdefault(engine.key, RememberedBlocks(capacity))
 
 
 class RememberedBlocks(CachedBlocks):

@@ -86,7 +86,7 @@ class _RoutedRequest:
     first_s: float = 0.0
     last_s: float = 0.0
     num_cached: int = 0
-    reader: int = 0  # rank of the engine that computed the prompt
+    prefill_rank: int = 0  # rank of the engine that computed the prompt
     handed_off: bool = False
 
 
@@ -133,7 +133,7 @@ class RouterSimulation:
         number = index % len(self.gateways)
         sampling = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
         request = EngineRequest(request_id=f"r{index}", prompt_token_ids=arrival.prompt, sampling=sampling)
-        placement, hands_off = self.gateways[number].policy.reader(self._views(number), request)
+        placement, hands_off = self.gateways[number].policy.prefill_start(self._views(number), request)
         request = msgspec.structs.replace(request, keep_kv=hands_off)
         self.served[request.request_id] = _RoutedRequest(arrival, number, request, placement)
         self._send(request, number, placement)
@@ -154,8 +154,8 @@ class RouterSimulation:
         assert output.error is None, output.error
         if not served.first_s:
             served.first_s, served.num_cached = now_s, output.num_cached_tokens
-            served.reader = served.placement.engine.rank
-            gateway.policy.read(served.placement)
+            served.prefill_rank = served.placement.engine.rank
+            gateway.policy.first_token(served.placement)
         served.last_s = now_s
         if output.finish_reason is None:
             return
@@ -166,7 +166,7 @@ class RouterSimulation:
                 served.request, keep_kv=False, kv_source=output.kv_source, output_token_ids=output.token_ids
             )
             source, served.handed_off = served.placement.engine, True
-            placement = gateway.policy.writer(self._views(served.gateway), request, source)
+            placement = gateway.policy.decode_placement(self._views(served.gateway), request, source)
             served.placement = placement
             self._send(request, served.gateway, placement)
 
@@ -199,12 +199,12 @@ class RouterSimulation:
         )
 
     def _shares_of_first(self) -> list[float]:
-        num_readers = sum(engine.record.role is not Role.DECODE for engine in self.engines)
+        num_prefill = sum(engine.record.role is not Role.DECODE for engine in self.engines)
         every, first = (
-            Counter(int(each.arrival.at_s // SHARE_S) for each in self.served.values() if each.reader in ranks)
+            Counter(int(each.arrival.at_s // SHARE_S) for each in self.served.values() if each.prefill_rank in ranks)
             for ranks in (range(len(self.engines)), (0,))
         )
-        return [num_readers * first[number] / every[number] for number in sorted(every)]
+        return [num_prefill * first[number] / every[number] for number in sorted(every)]
 
 
 def _p99(values: Sequence[float]) -> float:

@@ -31,9 +31,10 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 IMPORT_PATH = "baton.cluster.app:build_app"
 DEFAULT_NAME = "baton"  # of an application if its file gives none
 START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
-WITHIN_A_MACHINE = {"self", "sm", "shm", "posix", "sysv", "cma", "knem", "xpmem"} | {
+WITHIN_A_MACHINE = {  # UCX's names of transports within one machine
+    *("self", "sm", "shm", "posix", "sysv", "cma", "knem", "xpmem"),
     *("cuda", "cuda_copy", "cuda_ipc", "gdr_copy"),
-}  # UCX's names of transports within one machine
+}
 
 
 def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec:

@@ -24,9 +24,8 @@ from .stages import HandoffStage, since_asked
 
 __all__ = ["BenchFailed", "TransferCase", "TransferRow", "measure", "table"]
 
-DEFAULT_LAYOUT = KVLayout(
-    model="bench", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16"
-)  # 1.8 MB a block
+# 1.8 MB a block:
+DEFAULT_LAYOUT = KVLayout(model="bench", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

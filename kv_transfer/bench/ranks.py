@@ -22,7 +22,8 @@ from ..connector import PeerInfo, TransferConnector
 from ..descriptors import HeadSlice, assign_heads, block_ranges, slice_heads
 from ..errors import TransferError
 from ..group.read_member import join_tp_read_group
-from ..group.rpc import GroupSocket
+from ..group.rpc import GroupRank, GroupSocket
+from ..settings import LocalEngine
 from .stages import HandoffStage, StampedConnector
 
 ANSWER_TIMEOUT_S = 60.0
@@ -118,7 +119,7 @@ class _Rank:
 
     def __init__(self, spec: RankSpec, tell_address: Callable[[str], None]) -> None:
         num_bytes = spec.num_blocks * spec.block_bytes
-        self._seat = spec
+        self._spec = spec
         self._memory = _Memory.allocate(num_bytes, spec.device, spec.first_device + spec.rank, seed=spec.first_device)
         address, device, heads = self._memory.address, self._memory.device, spec.heads
         region = CacheRegion.of(ArenaRegion(address, spec.num_blocks, device, spec.layout, heads.start, len(heads)))
@@ -126,13 +127,13 @@ class _Rank:
             self._lead(region, tell_address)
         else:
             self._member = join_tp_read_group(
-                region, rank=spec.rank, leader=spec.leader, engine_id=spec.side, key=spec.key
+                region, GroupRank(spec.rank, spec.size, spec.key), leader=spec.leader, engine_id=spec.side
             )
         self._raw = _raw_agent(f"raw {spec.side} {spec.rank}", self._memory, num_bytes)
         self._sources: list[_Source] = []
 
     def _lead(self, region: CacheRegion, tell_address: Callable[[str], None]) -> None:
-        spec, read_socket = self._seat, None
+        spec, read_socket = self._spec, None
         if spec.size > 1:
             read_socket = GroupSocket(spec.size, "127.0.0.1", spec.key)
             tell_address(read_socket.address)
@@ -140,10 +141,7 @@ class _Rank:
         make = StampedConnector if spec.stamped else TransferConnector
         self._connector = make(
             region,
-            engine_id=spec.side,
-            epoch=1,
-            host="127.0.0.1",
-            key=spec.key,
+            LocalEngine(spec.side, 1, "127.0.0.1", spec.key),
             wake=self._on_event,
             read_socket=read_socket,
         )
@@ -159,7 +157,7 @@ class _Rank:
     def idle(self) -> None:
         """Make progress, because over some lanes raw NIXL needs the CPU of the process that is read."""
         self._raw.get_new_notifs()
-        if self._seat.rank == 0:
+        if self._spec.rank == 0:
             self._connector.poll()
 
     def address(self) -> str:
@@ -169,7 +167,7 @@ class _Rank:
         return _Raw(self._raw.get_agent_metadata(), self._memory.address, self._memory.nixl)
 
     def meet(self, holders: Sequence[_Raw], kept: Sequence[range], address: str) -> None:
-        spec = self._seat
+        spec = self._spec
         for assigned in assign_heads(spec.rank, spec.heads, kept):
             holder = holders[assigned.holder_rank]
             piece = slice_heads(spec.layout, assigned.heads, kept[assigned.holder_rank], spec.heads)
@@ -178,7 +176,7 @@ class _Rank:
             self._connector.peers_changed([PeerInfo("holder", 1, address, spec.layout.fingerprint)])
 
     def offer(self, prompts: Sequence[list[int]]) -> list[bytes]:
-        size = self._seat.layout.block_size
+        size = self._spec.layout.block_size
         return [self._connector.offer("bench", 0, blocks, len(blocks) * size).ticket for blocks in prompts]
 
     def receive(self, tickets: Sequence[bytes], targets: Sequence[list[int]]) -> float:
@@ -223,7 +221,7 @@ class _Rank:
 
     def heads_of(self, block: int) -> dict[int, bytes]:
         """Return the bytes of each head of a block."""
-        spec = self._seat
+        spec = self._spec
         held = self._memory.read(block * spec.block_bytes, spec.block_bytes)
         size = spec.layout.head_bytes
         return {head: held[place * size : (place + 1) * size] for place, head in enumerate(spec.heads)}

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from baton.engine.core.regions import CacheRegion
-from baton.engine.net.curve import ClusterKey
 
 from ..channel import Channel, Route
 from ..codec import MAX_REASON_CHARS
@@ -40,7 +39,7 @@ from .read_messages import (
     RemovePeer,
     StartRead,
 )
-from .rpc import GroupMember, MemberThread
+from .rpc import GroupMember, GroupRank, MemberThread
 
 
 class ReadHandler:
@@ -156,11 +155,10 @@ def read_member(reader: RankReader, channel: Channel, leader: Route, clock: Call
 
 def join_tp_read_group(
     region: CacheRegion,
+    me: GroupRank,
     *,
-    rank: int,
     leader: str,
     engine_id: str,
-    key: ClusterKey | None,
     settings: TransferSettings | None = None,
     staged: bool = False,
 ) -> MemberThread:
@@ -171,10 +169,12 @@ def join_tp_read_group(
     registered.
     """
     settings = settings or TransferSettings()
-    agent_name = f"{engine_id}:{rank}:{secrets.token_hex(8)}"  # all agents that a peer knows must have different names
+    agent_name = (
+        f"{engine_id}:{me.rank}:{secrets.token_hex(8)}"  # all agents that a peer knows must have different names
+    )
 
     def begin(channel: Channel, route: Route) -> GroupMember:
-        reader = RankReader(rank, region, open_transport(settings, region, agent_name), staged=staged)
+        reader = RankReader(me.rank, region, open_transport(settings, region, agent_name), staged=staged)
         return read_member(reader, channel, route, time.monotonic)
 
-    return MemberThread(begin, rank=rank, leader=leader, key=key, name="baton-transfer").open(START_TIMEOUT_S)
+    return MemberThread(begin, me, leader=leader, name="baton-transfer").open(START_TIMEOUT_S)

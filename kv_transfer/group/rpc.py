@@ -84,6 +84,14 @@ class Service(NamedTuple):
         )
 
 
+class GroupRank(NamedTuple):
+    """A rank other than 0, and the key with which it connects to rank 0 of its group."""
+
+    rank: int
+    size: int  # of the group
+    key: ClusterKey | None  # of the sockets. None: any process may connect, for tests only
+
+
 class GroupSocket:
     """The socket at which the other ranks of a group reach rank 0. The constructor binds it.
 
@@ -260,18 +268,17 @@ class MemberThread:
     def __init__(
         self,
         begin: Callable[[Channel, Route], GroupMember],
+        me: GroupRank,
         *,
-        rank: int,
         leader: str,
-        key: ClusterKey | None,
         name: str,
     ) -> None:
         """Connect to rank 0, whose socket is at `leader`. The thread calls `begin` with that connection.
 
         Raises `TransportError` for an invalid address.
         """
-        self._begin, self._rank = begin, rank
-        self._channel = ZmqChannel(None, key, heartbeat_timeout_s=GROUP_HEARTBEAT_TIMEOUT_S)
+        self._begin, self._rank = begin, me.rank
+        self._channel = ZmqChannel(None, me.key, heartbeat_timeout_s=GROUP_HEARTBEAT_TIMEOUT_S)
         try:
             self._leader = self._channel.connect(leader)
         except TransportError:

@@ -50,7 +50,7 @@ from .digest_check import Compared, DigestCheck, Digested
 from .effects import Effects
 from .handshake import HandshakeResponder, PairingTerms
 from .message_router import MessageRouter
-from .peers import Peers, PeerStatus
+from .peers import Peer, Peers, PeerStatus
 from .reads import BlockReads, ReadEvent, ReadOutcome
 
 logger = logging.getLogger(__name__)
@@ -112,40 +112,39 @@ class HandoffCoordinator:
         self._effects.perform(self.leases.withdraw(offer))
 
     def receive(self, receive: TransferId, ticket: bytes, first_block: int, block_ids: Sequence[int]) -> None:
-        try:
-            offered = self._terms.check(Ticket.decode(ticket), first_block, block_ids)
-        except MalformedMessage as error:
-            self._refuse(receive, str(error))
-            return
-        if offered.refusal:
-            self._refuse(receive, f"{offered.lease.holder.engine_id} offers nothing: {offered.refusal}")
-            return
         now = self._clock()
         try:
-            peer = self.peers.connect(offered.lease.holder, offered.kv_address, now)
-        except TransportError as error:
+            offered = Ticket.decode(ticket)
+            self._terms.check(offered, first_block, block_ids)
+            peer = self._holder_of(offered, now)
+        except (MalformedMessage, TransportError) as error:
             self._refuse(receive, str(error))
-            return
-        if peer.status is PeerStatus.REFUSED:
-            self._refuse(receive, f"{peer.key.engine_id} refuses to pair: {peer.refusal}")
-            return
-        if peer.is_cut_off:
-            self._refuse(receive, f"{peer.key.engine_id} at {peer.address} is cut off")
             return
         self._effects.receive_begun(receive)
         self.receives.start(receive, offered, first_block, block_ids, now)
         if peer.status is PeerStatus.READY:
             self._effects.perform(self.receives.peer_ready(peer.key, now))
 
+    def _holder_of(self, offered: Ticket, now: float) -> Peer:
+        """Return the holder, connecting to it if it is new. Raises `TransportError` if it cannot be read."""
+        if offered.refusal:
+            raise TransportError(f"{offered.lease.holder.engine_id} offers nothing: {offered.refusal}")
+        peer = self.peers.connect(offered.lease.holder, offered.kv_address, now)
+        if peer.status is PeerStatus.REFUSED:
+            raise TransportError(f"{peer.key.engine_id} refuses to pair: {peer.refusal}")
+        if peer.is_cut_off:
+            raise TransportError(f"{peer.key.engine_id} at {peer.address} is cut off")
+        return peer
+
     def cancel(self, receive: TransferId) -> None:
         self._effects.perform(self.receives.cancel(receive))
 
     def peers_changed(self, live: Collection[PeerInfo]) -> None:
-        for left in self.peers.not_among(live):
+        for left in self.peers.departed(live):
             self._effects.perform(
                 self.receives.peer_lost(left, f"engine {left.engine_id} (epoch {left.epoch}) left the cluster")
             )
-        self.peers.changed(live, self._clock())  # which ends the connections over which those that left were told
+        self.peers.update(live, self._clock())  # which ends the connections over which those that left were told
 
     # ------------------------------------------------------------------ messages, reads and time
 

@@ -54,7 +54,7 @@ class PairingTerms:
             return f"its transfer.digest is {self.digest.value!r}, the reader's is {request.digest.value!r}"
         return ""
 
-    def check(self, ticket: Ticket, first_block: int, block_ids: Sequence[int]) -> Ticket:
+    def check(self, ticket: Ticket, first_block: int, block_ids: Sequence[int]) -> None:
         """Raise `MalformedMessage` for a ticket that this engine cannot use for these blocks."""
         if ticket.fingerprint != self.fingerprint:
             raise MalformedMessage(f"the ticket's KV layout is {ticket.fingerprint}, this engine's {self.fingerprint}")
@@ -74,7 +74,6 @@ class PairingTerms:
             )
         if any(not 0 <= block < self.num_blocks for block in block_ids):
             raise MalformedMessage(f"a block to be filled is outside this engine's {self.num_blocks}")
-        return ticket
 
 
 class HandshakeResponder:

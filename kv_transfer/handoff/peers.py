@@ -112,14 +112,14 @@ class Peers:
         """The time of the next handshake. Those repeated for reads are left out: reads are polled more often anyway."""
         return min((peer.handshake_at for peer in self._peers.values() if peer.status in _UNREADY), default=None)
 
-    def not_among(self, live: Collection[PeerInfo]) -> list[EngineKey]:
+    def departed(self, live: Collection[PeerInfo]) -> list[EngineKey]:
         """Return the engines that the directory has listed and that have left."""
         paired = {info.key for info in live if self._pairs(info)}
         return [peer.key for peer in self._peers.values() if peer.listed and peer.key not in paired]
 
-    def changed(self, live: Collection[PeerInfo], now: float) -> None:
+    def update(self, live: Collection[PeerInfo], now: float) -> None:
         """Connect to new engines, and forget those that left."""
-        for key in self.not_among(live):
+        for key in self.departed(live):
             self._forget(key)
         self._unpaired &= {info.key for info in live}
         paired = {info.key: info for info in live if self._pairs(info)}

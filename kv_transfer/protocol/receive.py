@@ -85,11 +85,7 @@ class ReceiveRow:
 
 _RESERVED, _READING, _QUARANTINED, _COMMITTED, _FREED = ReceiveState
 _E = ReceiveEvent
-_BY_ITSELF = (
-    Reaction.FAILED,
-    Reaction.ABORT,
-    Reaction.STOP,
-)  # the holder may still keep blocks for us
+_BY_ITSELF = (Reaction.FAILED, Reaction.ABORT, Reaction.STOP)  # the holder may still keep blocks for us
 _BY_THE_HOLDER = (Reaction.FAILED, Reaction.STOP)
 
 

@@ -193,27 +193,26 @@ class ReceiveTable:
 
     def _take_in(self, message: FromHolder, receive: Receive | None, now: float) -> tuple[ReceiveEvent, str]:
         """Apply a message. Returns its event in the table, and the reason if it is a failure."""
-        pulling = receive is not None and receive.state is ReceiveState.READING
+        reading = receive if receive is not None and receive.state is ReceiveState.READING else None
         match message:
             case ClaimRefused():
-                if receive is not None and pulling:
-                    receive.offer_ended = message.offer_ended
+                if reading is not None:
+                    reading.offer_ended = message.offer_ended
                 return ReceiveEvent.REFUSED, f"the holder refused: {message.reason}"
             case Withdrawn():
                 return ReceiveEvent.WITHDRAWN, "the holder withdrew the offer"
             case Grown():
-                if receive is not None and pulling:
-                    receive.grow(message.num_ready, message.last_blocks)
+                if reading is not None:
+                    reading.grow(message.num_ready, message.last_blocks)
                 return ReceiveEvent.GROWN, ""
             case Digests():
-                if receive is None or not pulling or not receive.lacks(message):
+                if reading is None or not reading.lacks(message):
                     return ReceiveEvent.UNASKED, ""
-                receive.digests = message
+                reading.digests = message
                 return ReceiveEvent.DIGESTS, ""
             case Granted():
-                if receive is None or not pulling:
-                    return ReceiveEvent.GRANT, ""
-                return (ReceiveEvent.GRANT if self._granted(receive, message, now) else ReceiveEvent.UNASKED), ""
+                is_pending = reading is None or self._granted(reading, message, now)
+                return (ReceiveEvent.GRANT if is_pending else ReceiveEvent.UNASKED), ""
 
     def _granted(self, receive: Receive, message: Granted, now: float) -> bool:
         """Note a grant. Returns False if it answers no pending claim or renewal."""

@@ -18,7 +18,6 @@ import msgspec
 from msgspec import Meta
 
 from baton.engine.core.regions import CacheRegion
-from baton.engine.net.curve import ClusterKey
 
 from ..affinity import pin_thread
 from ..block_copies import BlockCopier, SlotPair
@@ -26,7 +25,7 @@ from ..channel import Channel, Route
 from ..codec import Id
 from ..errors import MalformedMessage, NotRegistrable
 from ..group.read_member import join_tp_read_group
-from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service, TpCopyGroup
+from ..group.rpc import IDLE_S, GroupMember, GroupRank, GroupSocket, MemberThread, Service, TpCopyGroup
 from ..settings import TransferSettings
 from .slots import StagingCopier, StagingSlots, take_staging_slots
 
@@ -121,13 +120,12 @@ class StagedMember:
 
 def follow_connector(
     region: CacheRegion,
+    me: GroupRank,
     *,
     settings: TransferSettings,
-    rank: int,
     leader: str,
     copies: str,
     engine_id: str,
-    key: ClusterKey | None,
 ) -> MemberThread | StagedMember:
     """Join rank 0's `open_connector` from another rank, with the blocks themselves or through staging slots.
 
@@ -136,19 +134,17 @@ def follow_connector(
     """
     if settings.buffer != "host":
         with contextlib.suppress(NotRegistrable) if settings.buffer == "auto" else contextlib.nullcontext():
-            return join_tp_read_group(region, rank=rank, leader=leader, engine_id=engine_id, key=key, settings=settings)
+            return join_tp_read_group(region, me, leader=leader, engine_id=engine_id, settings=settings)
     slots = take_staging_slots(region, settings.buffer_bytes)  # rank 0 has the same error, and logs it
-    reader = join_tp_read_group(
-        slots.region, rank=rank, leader=leader, engine_id=engine_id, key=key, settings=settings, staged=True
-    )
+    reader = join_tp_read_group(slots.region, me, leader=leader, engine_id=engine_id, settings=settings, staged=True)
 
     def begin(channel: Channel, route: Route) -> GroupMember:
         pin_thread(settings.cpu_affinity, region.device)
         handler, fingerprint = CopyHandler(region, slots), region.fingerprint
-        return GroupMember(handler, COPIES, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
+        return GroupMember(handler, COPIES, rank=me.rank, fingerprint=fingerprint, channel=channel, leader=route)
 
     try:
-        copier = MemberThread(begin, rank=rank, leader=copies, key=key, name="baton-copies").start()
+        copier = MemberThread(begin, me, leader=copies, name="baton-copies").start()
     except Exception:
         reader.close()
         raise

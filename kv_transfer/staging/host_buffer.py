@@ -14,9 +14,9 @@ If too few slots are free, an offer is refused (the ticket says so), and a recei
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import msgspec
 
@@ -38,7 +38,7 @@ from ..errors import NotRegistrable
 from ..group.rpc import GroupSocket
 from ..lease_clock import lease_now
 from ..protocol.stats import TransferStats
-from ..settings import PeerInfo, TransferSettings
+from ..settings import LocalEngine, PeerInfo, TransferSettings
 from .copy_thread import CopyThread
 from .group_copies import GroupBlockCopier
 from .offers import StagedOffers
@@ -49,22 +49,34 @@ logger = logging.getLogger(__name__)
 
 
 def open_connector(
-    region: CacheRegion, *, settings: TransferSettings, copy_socket: GroupSocket | None = None, **arguments: Any
+    region: CacheRegion,
+    me: LocalEngine,
+    *,
+    settings: TransferSettings,
+    wake: Callable[[], None] = lambda: None,
+    read_socket: GroupSocket | None = None,
+    copy_socket: GroupSocket | None = None,
 ) -> TransferConnector | HostBufferConnector:
     """Open a connector for the blocks themselves or through staging slots, as `settings.buffer` says.
 
-    The other arguments are those of `TransferConnector`. The other ranks of a group join for copies at `copy_socket`.
-    `close` closes the socket too; if this function raises, it stays open. Raises `TransportError`.
+    The other ranks of a group join for reads at `read_socket`, for copies at `copy_socket`. `close` closes both; if
+    this function raises, they stay open. Raises `TransportError`.
     """
+
+    def through_slots() -> HostBufferConnector:
+        return HostBufferConnector(
+            region, me, settings=settings, wake=wake, read_socket=read_socket, copy_socket=copy_socket
+        )
+
     if settings.buffer == "host":
-        return HostBufferConnector(region, settings=settings, copy_socket=copy_socket, **arguments)
+        return through_slots()
     try:
-        direct = TransferConnector(region, settings=settings, **arguments)
+        direct = TransferConnector(region, me, settings=settings, wake=wake, read_socket=read_socket)
     except NotRegistrable as error:
         if settings.buffer == "device":
             raise
         logger.warning("hand-offs use a buffer in host memory, which is slower: %s", error)
-        return HostBufferConnector(region, settings=settings, copy_socket=copy_socket, **arguments)
+        return through_slots()
     if copy_socket is not None:
         copy_socket.close()
     return direct
@@ -79,18 +91,21 @@ class HostBufferConnector(GrowingConnector):
     def __init__(
         self,
         region: CacheRegion,
+        me: LocalEngine,
         *,
         settings: TransferSettings,
-        copy_socket: GroupSocket | None = None,
         wake: Callable[[], None] = lambda: None,
+        read_socket: GroupSocket | None = None,
+        copy_socket: GroupSocket | None = None,
         clock: Callable[[], float] = lease_now,
-        **arguments: Any,
     ) -> None:
-        """`clock` measures how long receives wait for slots. `arguments` are those of `TransferConnector`."""
+        """`clock` measures how long receives wait for slots. For the other arguments see `open_connector`."""
         slots = take_staging_slots(region, settings.buffer_bytes)
         self._slots = SlotPool(region, slots.region)
         self._copy_socket = copy_socket
-        self._inner = TransferConnector(slots.region, settings=settings, wake=wake, staged=True, **arguments)
+        self._inner = TransferConnector(
+            slots.region, me, settings=settings, wake=wake, read_socket=read_socket, staged=True
+        )
 
         def begin() -> BlockCopier:
             if copy_socket is None:
@@ -135,7 +150,8 @@ class HostBufferConnector(GrowingConnector):
     def receive(
         self, request_id: str, generation: int, ticket: bytes, first_block: int, block_ids: Sequence[int]
     ) -> TransferId:
-        return self._receives.start((request_id, generation, ticket, first_block), list(block_ids))
+        receive_into = functools.partial(self._inner.receive, request_id, generation, ticket, first_block)
+        return self._receives.start(receive_into, list(block_ids))
 
     def cancel(self, transfer_id: TransferId) -> None:
         self._receives.cancel(transfer_id)

@@ -22,7 +22,7 @@ from .slots import SlotPool, TransferIds
 
 @dataclasses.dataclass(slots=True)
 class _Receive:
-    arguments: tuple[str, int, bytes, int]  # request id, generation, ticket, first block
+    receive_into: Callable[[list[int]], TransferId]  # begins to read into slots
     blocks: list[int]
     asked_at: float
     slots: list[int] = dataclasses.field(default_factory=list)  # empty while it waits for slots
@@ -57,8 +57,8 @@ class StagedReceives:
         self._waiting: collections.deque[TransferId] = collections.deque()  # for slots
         self.num_refused = 0
 
-    def start(self, arguments: tuple[str, int, bytes, int], blocks: list[int]) -> TransferId:
-        """Queue a receive. `arguments` are those of the connector's `receive`, without the blocks."""
+    def start(self, receive_into: Callable[[list[int]], TransferId], blocks: list[int]) -> TransferId:
+        """Queue a receive. `receive_into` is the connector's `receive` of it, which lacks only the slots."""
         own = self._ids.new()
         if not self._slots.could_fit(blocks):
             self.num_refused += 1
@@ -68,7 +68,7 @@ class StagedReceives:
                 f" {self._slots.num_slots}: raise transfer.buffer_bytes",
             )
             return own
-        self._receives[own] = _Receive(arguments, blocks, self._clock())
+        self._receives[own] = _Receive(receive_into, blocks, self._clock())
         self._waiting.append(own)
         self.begin()
         return own
@@ -92,7 +92,7 @@ class StagedReceives:
             own = self._waiting.popleft()
             receive = self._receives[own]
             receive.slots = self._slots.allocate(receive.blocks)
-            self._ids.pair(own, self._inner.receive(*receive.arguments, receive.slots))
+            self._ids.pair(own, receive.receive_into(receive.slots))
 
     def _give_up_waiting(self) -> None:
         """Fail receives that have waited too long. Slots may be taken for long by a read that does not end."""

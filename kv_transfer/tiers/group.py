@@ -20,13 +20,12 @@ from msgspec import Meta
 from baton.engine.core.prefix import HASH_BYTES, BlockHash
 from baton.engine.core.regions import CacheRegion
 from baton.engine.core.tiers import Tier
-from baton.engine.net.curve import ClusterKey
 
 from ..affinity import pin_thread
 from ..channel import Channel, Route
 from ..codec import MAX_REASON_CHARS, Id, Reason
 from ..errors import MalformedMessage, RankLost, TransportError
-from ..group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service, TpCopyGroup
+from ..group.rpc import IDLE_S, GroupMember, GroupRank, GroupSocket, MemberThread, Service, TpCopyGroup
 from ..settings import TierSettings
 from .disk_files import FileOwner
 from .division import TierDivision
@@ -230,12 +229,10 @@ class TierHandler:
 
 def follow_tiers(
     region: CacheRegion,
+    me: GroupRank,
     settings: TierSettings,
     *,
-    rank: int,
-    num_ranks: int,
     leader: str,
-    key: ClusterKey | None,
     name: str,
     cpu_affinity: str,
 ) -> MemberThread:
@@ -246,7 +243,7 @@ def follow_tiers(
 
     def begin(channel: Channel, route: Route) -> GroupMember:
         pin_thread(cpu_affinity, region.device)
-        handler, fingerprint = TierHandler(region, settings, name, rank, num_ranks), region.fingerprint
-        return GroupMember(handler, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=route)
+        handler, fingerprint = TierHandler(region, settings, name, me.rank, me.size), region.fingerprint
+        return GroupMember(handler, TIERS, rank=me.rank, fingerprint=fingerprint, channel=channel, leader=route)
 
-    return MemberThread(begin, rank=rank, leader=leader, key=key, name="baton-tiers").start()
+    return MemberThread(begin, me, leader=leader, name="baton-tiers").start()

@@ -77,7 +77,7 @@ class _Peer:
     name: str
     routes: list[_Route]  # the direct one first, so that it wins a tie
     staged: bytes | None  # metadata with which it may be connected through host memory; None: not, or no longer
-    is_told: bool = False  # the lane has been logged
+    is_logged: bool = False  # its lane has been logged
 
     def best(self) -> _Route | None:
         """Return the fastest connected route. None: none is connected."""
@@ -92,7 +92,14 @@ class _Read:
     route: _Route
     handle: ReadHandle
     is_second: bool = False
-    letting_go: list[tuple[Transport, ReadHandle]] = dataclasses.field(default_factory=list)  # unreleased first tries
+    failed: tuple[Transport, ReadHandle] | None = None  # the first attempt, while it may still write
+
+    def release_failed(self) -> bool:
+        """Return False while the failed first attempt may still write."""
+        if self.failed is not None:
+            transport, handle = self.failed
+            self.failed = None if transport.release(handle) else self.failed
+        return self.failed is None
 
 
 class FastestTransport:
@@ -134,11 +141,11 @@ class FastestTransport:
     def peer_state(self, peer: PeerHandle) -> PeerState:
         known = self._peers[peer]
         states = [route.state for route in known.routes]
-        if not known.is_told and PeerState.CONNECTING not in states:
+        if not known.is_logged and PeerState.CONNECTING not in states:
             if self._try_staged(known):
                 return PeerState.CONNECTING
             if PeerState.CONNECTED in states:
-                known.is_told = True
+                known.is_logged = True
                 self._log_lane(known)
         routes = zip(known.routes, states, strict=True)
         measures_staged = any(
@@ -183,18 +190,15 @@ class FastestTransport:
 
     def poll(self, read: ReadHandle) -> ReadState:
         entry = self._reads[read]
-        entry.letting_go = [part for part in entry.letting_go if not part[0].release(part[1])]
+        all_released = entry.release_failed()
         state = entry.route.transport.poll(entry.handle)
         if state is ReadState.FAILED and not entry.is_second and self._begin_again(entry):
             return self.poll(read)
-        if state is ReadState.DONE and entry.letting_go:
-            return ReadState.RUNNING  # the failed first try may still write
-        return state
+        return ReadState.RUNNING if state is ReadState.DONE and not all_released else state
 
     def release(self, read: ReadHandle) -> bool:
         entry = self._reads[read]
-        entry.letting_go = [part for part in entry.letting_go if not part[0].release(part[1])]
-        if entry.letting_go or not entry.route.transport.release(entry.handle):
+        if not entry.release_failed() or not entry.route.transport.release(entry.handle):
             return False
         del self._reads[read]
         return True
@@ -212,7 +216,7 @@ class FastestTransport:
         return [each for each in (self._network, self._direct, self._staged) if each is not None]
 
     def _begin(self, peer: _Peer, ranges: Ranges, route: _Route) -> _Read:
-        """Begin a read, over the other route if this one refuses it. Raises `TransportError` if both do."""
+        """Begin a read, over another route if this one refuses it. Raises `TransportError` if both do."""
         try:
             return _Read(peer, ranges, route, route.transport.read(route.peer, ranges))
         except TransportError as error:
@@ -223,7 +227,7 @@ class FastestTransport:
         return _Read(peer, ranges, other, other.transport.read(other.peer, ranges), is_second=True)
 
     def _begin_again(self, entry: _Read) -> bool:
-        """Begin a failed read again over the other route. Returns False if that does not work either."""
+        """Begin a failed read again over another route. Returns False if that does not work either."""
         other = self._other(entry.peer, entry.route)
         if other is None:
             return False
@@ -233,7 +237,7 @@ class FastestTransport:
             logger.warning("%s cannot be read over %s either: %s", entry.peer.name, other.transport.name, error)
             return False
         self._note_fallback(entry.peer, entry.route, other, "the read failed")
-        entry.letting_go.append((entry.route.transport, entry.handle))
+        entry.failed = entry.route.transport, entry.handle
         entry.route, entry.handle, entry.is_second = other, handle, True
         return True
 

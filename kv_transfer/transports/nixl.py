@@ -119,9 +119,8 @@ class NixlTransport:
         self._reads: dict[ReadHandle, _Read] = {}
         self._lingering: list[Any] = []  # reads into the scratch that are not released yet
         self._known: collections.Counter[str] = collections.Counter()  # how often each agent was added
-        self._arrived: collections.deque[tuple[str, bytes]] = collections.deque(
-            maxlen=MAX_MESSAGES
-        )  # with their senders
+        # Messages, each with its sender:
+        self._arrived: collections.deque[tuple[str, bytes]] = collections.deque(maxlen=MAX_MESSAGES)
         self._log_ucx()
         logger.info("NIXL agent %s: %s, %.1f MB of %s", agent_name, backends, self._num_bytes / 1e6, self._memory)
 
@@ -140,7 +139,7 @@ class NixlTransport:
         try:
             peer.warm_read = self._into_scratch(peer, WARM_BYTES)
         except TransportError:
-            self.part_with(name)
+            self.remove_agent(name)
             raise
         peer.state = self._begin_warming(peer)
         handle = next(self._ids)
@@ -169,7 +168,7 @@ class NixlTransport:
             self._lingering.append(known.warm_read)  # it still runs, but writes only into the scratch
         elif known.warm_read is not None:
             self._drop(known.warm_read)
-        self.part_with(known.name)
+        self.remove_agent(known.name)
         self._log_ucx()
 
     def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
@@ -206,11 +205,11 @@ class NixlTransport:
         del self._reads[read]
         return True
 
-    def introduce(self, metadata: bytes) -> str:
-        """Return the name of the agent with this metadata, which can be sent messages until `part_with`."""
+    def add_agent(self, metadata: bytes) -> str:
+        """Return the name of the agent with this metadata, which can be sent messages until `remove_agent`."""
         return self._load(_decode_metadata(metadata))
 
-    def part_with(self, name: str) -> None:
+    def remove_agent(self, name: str) -> None:
         self._known[name] -= 1
         if self._known[name] > 0:
             return
@@ -221,7 +220,7 @@ class NixlTransport:
             logger.warning("NIXL could not forget peer %s: %s", name, error)
 
     def send(self, name: str, message: bytes) -> None:
-        """Send a message to an agent that was introduced. Raises `TransportError`."""
+        """Send a message to an agent that was added. Raises `TransportError`."""
         self._asking(f"cannot send a message to {name}", self.agent.send_notif, name, message)
 
     def messages(self) -> list[tuple[str, bytes]]:

@@ -105,7 +105,7 @@ class StagedTransport:
         known = _decode_metadata(metadata)
         network = self._network.add_peer(known.network)
         try:
-            name = self._network.introduce(known.network)
+            name = self._network.add_agent(known.network)
         except Exception:
             self._network.remove_peer(network)
             raise
@@ -133,7 +133,7 @@ class StagedTransport:
         if known.probe is not None:
             self._staged.give_up(known.probe)
         self._send(known.remote.name, Close())
-        self._network.part_with(known.remote.name)
+        self._network.remove_agent(known.remote.name)
         self._network.remove_peer(known.remote.network)
 
     def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:

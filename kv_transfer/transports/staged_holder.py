@@ -109,13 +109,13 @@ class StagedHolder:
             self._heard_at[reader] = self._clock()
             return
         try:
-            name = self._network.introduce(message.metadata)
+            name = self._network.add_agent(message.metadata)
         except (TransportError, MalformedMessage) as error:
             logger.warning("%s cannot be answered: %s", reader, error)
             return
         if name != reader:
             logger.warning("%s gave the metadata of %s", reader, name)
-            self._network.part_with(name)
+            self._network.remove_agent(name)
             return
         self._heard_at[reader] = self._clock()
 
@@ -171,7 +171,7 @@ class StagedHolder:
         self._waiting = collections.deque(each for each in self._waiting if each.key[0] != reader)
         for key in [key for key in self._filled if key[0] == reader]:
             self._buffers.give_back(self._filled.pop(key))
-        self._network.part_with(reader)
+        self._network.remove_agent(reader)
 
     def _answer(self, reader: str, message: ToReader) -> None:
         try:

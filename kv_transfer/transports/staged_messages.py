@@ -74,14 +74,14 @@ def decode_ranges(data: bytes) -> NDArray[np.int64]:
 class HostNetwork(Transport, Protocol):
     """A transport of host memory that carries messages, too. Names are those of agents, as the library knows them."""
 
-    def introduce(self, metadata: bytes) -> str:
-        """Return the name of the agent with this metadata, which can be sent messages until `part_with`.
+    def add_agent(self, metadata: bytes) -> str:
+        """Return the name of the agent with this metadata, which can be sent messages until `remove_agent`.
 
         Raises `TransportError` or `MalformedMessage`.
         """
         ...
 
-    def part_with(self, name: str) -> None: ...
+    def remove_agent(self, name: str) -> None: ...
 
     def send(self, name: str, message: bytes) -> None:
         """Send a message, or raise `TransportError`. It may get lost if the other end does."""

@@ -122,10 +122,10 @@ class StagedReads:
             part = self._waiting.popleft()
             part.number, part.buffer, part.asked_at = next(self._numbers), self._buffers.take(), self._clock()
             self._parts[part.number] = part
-            self._introduce_to(part.read.remote)
+            self._open(part.read.remote)
             self._send(part.read.remote.name, Fill(part.number, encode_ranges(part.ranges[:, [0, 2]])))
 
-    def _introduce_to(self, remote: Remote) -> None:
+    def _open(self, remote: Remote) -> None:
         """Say who we are to a holder that does not know us, or may have forgotten us since our last message."""
         now = self._clock()
         if now - remote.heard_at > SILENCE_S / 2:

@@ -40,7 +40,7 @@ def main(port: int) -> None:
 
     from baton.cluster.contracts import Reach
     from baton.cluster.ingress.gateway_controller import GatewayActor
-    from baton.cluster.ingress.gateway_server import GatewayLaunch
+    from baton.cluster.ingress.gateway_server import GatewayLaunch, GatewayPlacement
     from baton.cluster.logs import LogSettings
     from baton.cluster.membership.directory import get_directory
     from baton.cluster.process_metrics import MetricsReader
@@ -58,7 +58,8 @@ def main(port: int) -> None:
     ray.init("local", num_cpus=4, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False)
     directory = get_directory(APP)
     args = {"model": str(DEMO), "fleets": {"unified": {"replicas": 1}}, "gateway": {"host": "127.0.0.1", "port": port}}
-    launch = GatewayLaunch(APP, args, Reach(), ray.get_runtime_context().get_node_id(), "127.0.0.1", port)
+    placement = GatewayPlacement(Reach(), ray.get_runtime_context().get_node_id(), "127.0.0.1")
+    launch = GatewayLaunch(APP, args, placement, port)
     actor: Any = ray.remote(Held).options(num_cpus=0, max_concurrency=10).remote(launch)
     record = ray.get(actor.start.remote())
 

@@ -229,10 +229,10 @@ class FakeTransport:
 class FakeHostNetwork(FakeTransport):
     """A `HostNetwork` of a `FakeFabric`, which knows the memory of every agent."""
 
-    def introduce(self, metadata: bytes) -> str:
+    def add_agent(self, metadata: bytes) -> str:
         return _decode_metadata(metadata).name
 
-    def part_with(self, name: str) -> None:
+    def remove_agent(self, name: str) -> None:
         pass
 
     def send(self, name: str, message: bytes) -> None:

@@ -16,6 +16,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.net.curve import ClusterKey
 from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S
 from baton.kv_transfer.protocol.stats import TransferStats
+from baton.kv_transfer.settings import LocalEngine
 
 STEP_S = 0.0005  # a step sleeps as if a device computed, so that other threads run
 
@@ -138,10 +139,7 @@ def serve_engine(
 ) -> tuple[EngineServer, EngineRecord]:
     server = EngineServer(
         engine,
-        engine_id=f"engine-{rank}",
-        epoch=epoch,
-        key=key,
-        host=host,
+        LocalEngine(f"engine-{rank}", epoch, host, key),
         transfers=transfers,
         heartbeat_timeout_s=heartbeat_timeout_s,
     )

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from baton.cluster.contracts import Role
-from baton.cluster.gateway.admin import Operator
+from baton.cluster.gateway.admin import NoOperator, Operator
 from baton.cluster.gateway.api.body_service import BodyService
-from baton.cluster.gateway.app import create_app
+from baton.cluster.gateway.app import ApplicationAccess, create_app
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.settings import GatewaySettings
@@ -53,7 +53,7 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
         served: ServedModel = model,
         grammars: GrammarSource | None = None,
         spans: RequestSpans | None = None,
-        operator: Operator | None = None,
+        operator: Operator = NoOperator(),
         new_drafter: Callable[[Scripts], Drafter] | None = None,
         **settings: Any,
     ) -> Service:
@@ -76,7 +76,13 @@ async def start(model: ServedModel) -> AsyncIterator[Callable[..., Service]]:
         metrics = GatewayMetrics(served.model_id, cluster.engines, cluster.counters)
         bodies = BodyService(served, gateway_settings, metrics)
         app = create_app(
-            cluster, served, gateway_settings, metrics=metrics, bodies=bodies, spans=spans, operator=operator
+            cluster,
+            served,
+            gateway_settings,
+            metrics=metrics,
+            bodies=bodies,
+            spans=spans,
+            application=ApplicationAccess(operator=operator),
         )
         service = Service(cluster, app, served.tokenizer, bodies)
         services.append(service)

@@ -16,12 +16,15 @@ from baton.engine.core.layout import KVLayout
 from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.connector import TransferSettings, TransferStats
 from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.settings import LocalEngine
 from baton.kv_transfer.staging.host_buffer import HostBufferConnector
 
 LAYOUT = KVLayout(model="small", num_layers=2, num_kv_heads=2, head_dim=16, dtype="bfloat16")  # 4 KB a block
 SLOTS = 8
 BY_HOST = TransferSettings(buffer="host", buffer_bytes=SLOTS * LAYOUT.block_bytes)
 PATIENCE_S = 40.0
+
+ME = LocalEngine("holder", 1, "127.0.0.1", None)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -38,7 +41,7 @@ class Inner:
     address = "tcp://here"
     newest: Inner
 
-    def __init__(self, region: CacheRegion, **arguments: Any) -> None:
+    def __init__(self, region: CacheRegion, me: LocalEngine, **options: Any) -> None:
         Inner.newest = self
         self.region = region
         self.ids = itertools.count(1)
@@ -104,9 +107,7 @@ class Station:
         self.blocks = np.arange(16, dtype=np.uint8)[:, None].repeat(LAYOUT.block_bytes, axis=1)
         region = CacheRegion.of(ArenaRegion(self.blocks.ctypes.data, 16, "cpu", LAYOUT, 0, 2))
         self.woken = threading.Event()
-        self.buffer = HostBufferConnector(
-            region, settings=BY_HOST, engine_id="holder", wake=self.woken.set, clock=self._clock
-        )
+        self.buffer = HostBufferConnector(region, ME, settings=BY_HOST, wake=self.woken.set, clock=self._clock)
         self.inner = Inner.newest
 
     def _clock(self) -> float:

@@ -164,10 +164,10 @@ async def _profile(client: aiohttp.ClientSession, load: ServeLoad, what: str) ->
     """Start or stop the profiler of the server's engines, and return the written traces. Raises `ServerUnfit`."""
     try:
         async with client.post(load.at(f"/{what}_profile")) as answer:
-            said = await answer.read()
+            body = await answer.read()
             if not answer.ok:
-                raise ServerUnfit(f"--profile: {load.server} says {answer.status}: {said.decode(errors='replace')}")
-            return msgspec.json.decode(said, type=_Traces).data if said else []
+                raise ServerUnfit(f"--profile: {load.server} says {answer.status}: {body.decode(errors='replace')}")
+            return msgspec.json.decode(body, type=_Traces).data if body else []
     except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
         raise ServerUnfit(f"--profile: {load.server}: {error or type(error).__name__}") from error
 

@@ -126,8 +126,8 @@ def _result(measured: dict[str, Any], index: int, num_results: int) -> Result:
     runs = []
     for at, figures in enumerate(measured["runs"]):
         level = f"{figures[sweep]} {'in flight' if sweep == 'max_concurrency' else 'requests/s'}"
-        told = level if num_results == 1 else f"{name}, {level}"
-        runs.append(Run(told, at if num_results == 1 else index, figures))
+        label = level if num_results == 1 else f"{name}, {level}"
+        runs.append(Run(label, at if num_results == 1 else index, figures))
     return Result(name, runs, sweep)
 
 

@@ -21,7 +21,7 @@ from ..errors import ApiError
 from ..serving.timeline import TimelineReport
 from .answer_reader import AnswerReader
 from .detokenize import ChoiceDelta
-from .job import GenerationJob, UsageOptions
+from .job import GenerationJob
 from .reasoning import sealed_thoughts
 from .renderer import Pieces, Text, UsageCounter, encode, read_in_turns
 from .tools import digest
@@ -215,12 +215,14 @@ class MessagesRenderer:
 
     needs_each_delta = True
 
-    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
+    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer) -> None:
         self._job = job
         self._model_id = model_id
-        self._tally = UsageCounter(job)
-        self._reader = AnswerReader(job.parser_config.new_parser(), has_logprobs=job.sampling.logprobs is not None)
-        self._content = Content(job.omits_thoughts)
+        self._counter = UsageCounter(job)
+        self._reader = AnswerReader(
+            job.parser_config.new_parser(), has_logprobs=job.prepared.sampling.logprobs is not None
+        )
+        self._content = Content(job.prepared.omits_thoughts)
         self._stop = StopDelta("end_turn", None)
         self._has_begun = False
 
@@ -235,7 +237,7 @@ class MessagesRenderer:
         return b"".join(texts)
 
     def end(self) -> Text:
-        ending = MessageDelta(self._stop, self._usage(), self._tally.timelines())
+        ending = MessageDelta(self._stop, self._usage(), self._counter.timelines())
         return _sse(ending) + _sse(MessageStop())
 
     def failed(self, error: ApiError) -> Text:
@@ -254,7 +256,7 @@ class MessagesRenderer:
                 content=self._content.blocks,
                 stop_reason=self._stop.stop_reason,
                 stop_sequence=self._stop.stop_sequence,
-                baton_timeline=self._tally.timelines(),
+                baton_timeline=self._counter.timelines(),
             )
         )
 
@@ -263,7 +265,7 @@ class MessagesRenderer:
         return f"msg_{self._job.request_id}"
 
     def _read(self, delta: ChoiceDelta) -> list[Event]:
-        self._tally.add(0, delta)
+        self._counter.add(0, delta)
         events: list[Event] = []
         for part, _ in self._reader.push(delta):
             events += self._write(part)
@@ -294,7 +296,7 @@ class MessagesRenderer:
         return "end_turn" if sequence is None else "stop_sequence"
 
     def _usage(self) -> MessageUsage:
-        counted = self._tally.usage()
+        counted = self._counter.usage()
         cached = counted.prompt_tokens_details.cached_tokens
         return MessageUsage(
             input_tokens=counted.prompt_tokens - cached,

@@ -13,7 +13,7 @@ from baton.engine.text import ContentPart, OutputPart, ReasoningPart, Tokenizer,
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
 from .detokenize import ChoiceDelta
-from .job import GenerationJob, UsageOptions
+from .job import GenerationJob
 from .logprobs import chat_logprobs, prompt_logprobs
 from .renderer import DONE, HOLE, Pieces, Text, Usage, UsageCounter, at_once, error_event, fill, join, sse, sse_filled
 from .tools import call_id
@@ -103,18 +103,17 @@ class ChatRenderer:
 
     needs_each_delta = False
 
-    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, usage: UsageOptions) -> None:
+    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer) -> None:
         self._id = f"chatcmpl-{job.request_id}"
         self._job = job
         self._model_id = model_id
         self._tokenizer = tokenizer
-        self._usage = usage
-        self._tally = UsageCounter(job)
+        self._counter = UsageCounter(job)
         self._begun = [False] * len(job.sequences)
         self._readers = [job.parser_config.new_parser() for _ in job.sequences]
 
     def event(self, index: int, delta: ChoiceDelta, event_id: bytes = b"") -> Text:
-        self._tally.add(index, delta)
+        self._counter.add(index, delta)
         opening = b""
         if not self._begun[index]:
             self._begun[index] = True
@@ -139,8 +138,8 @@ class ChatRenderer:
         return before + event if isinstance(event, bytes) else chain([before], event)
 
     def end(self) -> bytes:
-        told = self._tally.at_end(self._usage)
-        return (sse(ChatChunk(self._id, self._job.created, self._model_id, [], *told)) if told else b"") + DONE
+        ending = self._counter.at_end()
+        return (sse(ChatChunk(self._id, self._job.created, self._model_id, [], *ending)) if ending else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
         return error_event(error)
@@ -152,7 +151,7 @@ class ChatRenderer:
         prompt = None
         for index, deltas in enumerate(choices):
             delta = join(deltas)
-            self._tally.add(index, delta)
+            self._counter.add(index, delta)
             prompt = delta.prompt_logprobs if prompt is None else prompt  # equal in all choices
             num_logprobs += delta.num_logprobs
             if delta.tokens:
@@ -161,12 +160,12 @@ class ChatRenderer:
             reason = self._finish_reason(index, delta)
             logprobs = HOLE if delta.tokens else None
             answer.append(ChatChoice(index, message, logprobs, reason, delta.stop_reason, self._token_ids(delta)))
-        completion = ChatCompletion(self._id, self._job.created, self._model_id, answer, self._tally.usage())
+        completion = ChatCompletion(self._id, self._job.created, self._model_id, answer, self._counter.usage())
         if prompt is not None:
             completion.prompt_logprobs = HOLE
             parts.append(prompt_logprobs(self._tokenizer, prompt))
         completion.prompt_token_ids = self._prompt_token_ids()
-        completion.baton_timeline = self._tally.timelines()
+        completion.baton_timeline = self._counter.timelines()
         return at_once(fill(completion, parts), num_logprobs)
 
     def _opening(self, index: int) -> bytes:
@@ -175,16 +174,16 @@ class ChatRenderer:
         return sse(chunk)
 
     def _prompt_token_ids(self) -> list[int] | UnsetType:
-        return self._job.prompts[0] if self._job.returns_token_ids else UNSET
+        return self._job.prepared.prompts[0] if self._job.prepared.returns_token_ids else UNSET
 
     def _token_ids(self, delta: ChoiceDelta) -> list[int] | UnsetType:
-        return delta.token_ids if self._job.returns_token_ids else UNSET
+        return delta.token_ids if self._job.prepared.returns_token_ids else UNSET
 
     def _chunk(self, choices: list[ChunkChoice], event_id: bytes = b"") -> bytes:
         return sse(self._as_chunk(choices), event_id)
 
     def _as_chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
-        usage = self._tally.in_chunk(self._usage)
+        usage = self._counter.in_chunk()
         return ChatChunk(self._id, self._job.created, self._model_id, choices, usage)
 
     def _gained(self, index: int, delta: ChoiceDelta) -> list[ChatDelta]:

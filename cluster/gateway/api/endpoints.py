@@ -7,7 +7,6 @@ name the engines. A later failure becomes an error event in the stream.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -83,7 +82,7 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
-        with gateway.admission.admit(caller_of(scope).key), gateway.metrics.inflight.track_inprogress():
+        with gateway.serving.admission.admit(caller_of(scope).key), gateway.metrics.inflight.track_inprogress():
             writer = ResponseWriter(send, gateway.turns, partial(error_body, scope=scope))
             await self._serve(scope, receive, writer)
 
@@ -172,14 +171,11 @@ class GenerationEndpoint:
         resumed_from = StreamPosition.from_event_id(context.last_event_id, is_resumable=prepared.is_resumable)
         job = self._job(prepared, context, resumed_from)
         resumable = ResumableStream(job, resumed_from) if prepared.is_resumable else None
-        gateway.admission.check_engines(reachable(gateway.serving.client, context.rank))
+        gateway.serving.admission.check_engines(reachable(gateway.serving.client, context.rank))
         gateway.metrics.prompt_tokens.inc(prepared.num_tokens)
-        renderer = self._renderer(job, gateway.model.model_id, gateway.model.tokenizer, prepared.usage)
+        renderer = self._renderer(job, gateway.model.model_id, gateway.model.tokenizer)
         writer.sequences = self._sequences(job, context)
-        choices = [
-            self._choice(job, index, each, context, resumable, tells_timeline=prepared.tells_timeline)
-            for index, each in enumerate(writer.sequences)
-        ]
+        choices = [self._choice(job, index, each, context, resumable) for index, each in enumerate(writer.sequences)]
         try:
             async with aclosing(merge_streams(choices)) as steps:
                 if prepared.streams:
@@ -199,9 +195,7 @@ class GenerationEndpoint:
             return GenerationJob.of(prepared, context.request_id, tokenizer)
         self._gateway.metrics.resumed.inc()
         prepared.sampling = msgspec.structs.replace(prepared.sampling, seed=resumed_from.seed)
-        return dataclasses.replace(
-            GenerationJob.of(prepared, resumed_from.request_id, tokenizer), created=resumed_from.created
-        )
+        return GenerationJob.of(prepared, resumed_from.request_id, tokenizer, resumed_from.created)
 
     def _sequences(self, job: GenerationJob, context: _RequestContext) -> list[ServedSequence]:
         """Return a sequence for each choice. Choices of one prompt share its block names."""
@@ -211,7 +205,7 @@ class GenerationEndpoint:
                 self._gateway.serving,
                 sequence,
                 Timeline(context.started_s, admitted_s),
-                job.block_names[index // job.sampling.n],
+                job.block_names[index // job.prepared.sampling.n],
                 rank=context.rank,
                 session_id=context.session_id,
                 deadline=Deadline(deadlines.deadline_s, deadlines.is_clients),
@@ -226,17 +220,15 @@ class GenerationEndpoint:
         served: ServedSequence,
         context: _RequestContext,
         resumable: ResumableStream | None,
-        *,
-        tells_timeline: bool,
     ) -> AsyncGenerator[ChoiceDelta, None]:
         """Yield the deltas of one choice."""
         model, metrics, sequence = self._gateway.model, self._gateway.metrics, job.sequences[index]
         text = SequenceDetokenizer(
             model.tokenizer,
             sequence.prompt_token_ids,
-            job.sampling,
+            job.prepared.sampling,
             job.shown_token_ids,
-            returns_token_ids=job.returns_token_ids,
+            returns_token_ids=job.prepared.returns_token_ids,
         )
         replay_filter = None if resumable is None else resumable.replay_filter(index)
         times = _TokenTimes(metrics, context, served.timeline)
@@ -246,7 +238,7 @@ class GenerationEndpoint:
                     for part in (output,) if replay_filter is None else replay_filter.split(output):
                         delta = text.push(part)
                         times.note(delta)
-                        if tells_timeline and delta.finish_reason is not None:
+                        if job.prepared.tells_timeline and delta.finish_reason is not None:
                             delta = msgspec.structs.replace(delta, timeline=served.timeline.report())
                         yield delta if replay_filter is None else replay_filter.with_position(delta, part)
                         if delta.finish_reason is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -103,40 +103,27 @@ class GenerationJob:
 
     request_id: str
     created: int  # Unix time
-    prompts: list[list[int]]
+    prepared: PreparedRequest
     sequences: list[EngineRequest]
-    sampling: SamplingParams  # as sent by the client, with `n` and `stop`
-    block_names: list[tuple[int, ...]] = field(default_factory=list)  # of each prompt
-    echoes: list[str] | None = None
-    shows_prompt_logprobs: bool = False
-    scores_only: bool = False
-    returns_token_ids: bool = False
-    has_prediction: bool = False  # if so, usage counts the accepted and rejected tokens
-    parser_config: ParserConfig = field(default_factory=ParserConfig)  # how answers are parsed
-    shown_token_ids: frozenset[int] = frozenset()  # special tokens whose text the parsers need
-    response_echo: ResponseEcho | None = None
-    omits_thoughts: bool = False
+    block_names: list[tuple[int, ...]]  # of each prompt
+    parser_config: ParserConfig  # how answers are parsed
+    shown_token_ids: frozenset[int]  # special tokens whose text the parsers need
 
     @classmethod
-    def of(cls, prepared: PreparedRequest, request_id: str, tokenizer: Tokenizer) -> GenerationJob:
+    def of(
+        cls, prepared: PreparedRequest, request_id: str, tokenizer: Tokenizer, created: int | None = None
+    ) -> GenerationJob:
+        """Return the job. `created`: None for now; for a resumed stream, when it began."""
         now = time.time()
         config = prepared.parser_options.config(tokenizer.tool_call_format)
         return cls(
-            request_id,
-            int(now),
-            prepared.prompts,
-            _sequences(prepared, request_id, now),
-            prepared.sampling,
-            [unpack_names(packed) for packed in prepared.block_names],
-            prepared.echoes,
-            prepared.shows_prompt_logprobs,
-            prepared.scores_only,
-            prepared.returns_token_ids,
-            prepared.prediction is not None,
-            config,
-            tokenizer.special_ids_of(config.marks),
-            prepared.response_echo,
-            prepared.omits_thoughts,
+            request_id=request_id,
+            created=int(now) if created is None else created,
+            prepared=prepared,
+            sequences=_sequences(prepared, request_id, now),
+            block_names=[unpack_names(packed) for packed in prepared.block_names],
+            parser_config=config,
+            shown_token_ids=tokenizer.special_ids_of(config.marks),
         )
 
 

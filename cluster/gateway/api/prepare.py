@@ -284,10 +284,10 @@ class Preparer:
             raise bad_request("prompt_logprobs", "'prompt_logprobs' cannot be streamed. Set 'stream' to false.")
         if request.stream_options is not None and not request.stream:
             raise bad_request("stream_options", "'stream_options' needs 'stream' to be true.")
-        said = {name: value for name in COPIED if (value := getattr(request, name)) is not None}
+        given_fields = {name: value for name in COPIED if (value := getattr(request, name)) is not None}
         values: dict[str, Any] = {
             **self._model.generation_defaults,
-            **said,
+            **given_fields,
             **computed,
             "structured_outputs": constraint,
         }

@@ -17,7 +17,7 @@ from baton.engine.core.speculation.stats import NO_DRAFTS
 from ..errors import ApiError
 from ..serving.timeline import TimelineReport
 from .detokenize import ChoiceDelta
-from .job import GenerationJob, UsageOptions
+from .job import GenerationJob
 
 DONE = b"data: [DONE]\n\n"
 
@@ -78,11 +78,12 @@ class UsageCounter:
     """Counts a response's tokens. A prompt with several choices counts once."""
 
     def __init__(self, job: GenerationJob) -> None:
-        self._n = job.sampling.n
-        self._prompt_tokens = sum(map(len, job.prompts))
+        self._options = job.prepared.usage
+        self._n = job.prepared.sampling.n
+        self._prompt_tokens = job.prepared.num_tokens
         self._cached_tokens = 0
         self._completion_tokens = 0
-        self._has_prediction = job.has_prediction
+        self._has_prediction = job.prepared.prediction is not None
         self._drafts = NO_DRAFTS
         self._timelines: dict[int, TimelineReport] = {}  # by choice
 
@@ -112,18 +113,18 @@ class UsageCounter:
         """Return the requested timelines, in the order of the choices."""
         return [self._timelines[index] for index in sorted(self._timelines)] or UNSET
 
-    def in_chunk(self, options: UsageOptions) -> Usage | UnsetType | None:
+    def in_chunk(self) -> Usage | UnsetType | None:
         """Return a chunk's `usage`: null if usage comes at the end of the stream, unset if it was not requested."""
-        if options.in_each_chunk:
+        if self._options.in_each_chunk:
             return self.usage()
-        return None if options.at_end else UNSET
+        return None if self._options.at_end else UNSET
 
-    def at_end(self, options: UsageOptions) -> tuple[Usage | UnsetType, list[TimelineReport] | UnsetType] | None:
+    def at_end(self) -> tuple[Usage | UnsetType, list[TimelineReport] | UnsetType] | None:
         """Return usage and timelines for an additional last chunk without choices; None if neither was requested."""
         timelines = self.timelines()
-        if not options.at_end and timelines is UNSET:
+        if not self._options.at_end and timelines is UNSET:
             return None
-        return self.usage() if options.at_end else UNSET, timelines
+        return self.usage() if self._options.at_end else UNSET, timelines
 
 
 def sse(chunk: msgspec.Struct, event_id: bytes = b"") -> bytes:

@@ -21,7 +21,7 @@ from ..errors import ApiError
 from ..serving.timeline import TimelineReport
 from .answer_reader import AnswerReader
 from .detokenize import ChoiceDelta, LocatedToken
-from .job import GenerationJob, PreparedRequest, UsageOptions
+from .job import GenerationJob, PreparedRequest
 from .logprobs import num_logprobs
 from .prepare import Preparer
 from .renderer import Pieces, Text, UsageCounter, at_once, fill, read_in_turns
@@ -96,7 +96,7 @@ class ResponseObject(msgspec.Struct, tag_field="object", tag="response"):
 
     @classmethod
     def in_progress(cls, job: GenerationJob, model_id: str) -> ResponseObject:
-        asked, sampling = job.response_echo, job.sampling
+        asked, sampling = job.prepared.response_echo, job.prepared.sampling
         assert asked is not None, "a request of this endpoint"
         return cls(
             id=f"resp_{job.request_id}",
@@ -159,12 +159,14 @@ class ResponsesRenderer:
 
     needs_each_delta = True
 
-    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer, _: UsageOptions) -> None:
+    def __init__(self, job: GenerationJob, model_id: str, tokenizer: Tokenizer) -> None:
         self._job = job
         self._tokenizer = tokenizer
         self._response = ResponseObject.in_progress(job, model_id)
-        self._tally = UsageCounter(job)
-        self._reader = AnswerReader(job.parser_config.new_parser(), has_logprobs=job.sampling.logprobs is not None)
+        self._counter = UsageCounter(job)
+        self._reader = AnswerReader(
+            job.parser_config.new_parser(), has_logprobs=job.prepared.sampling.logprobs is not None
+        )
         self._output = Output(self._response.id)
         self._num_events = 0
 
@@ -189,7 +191,7 @@ class ResponsesRenderer:
         yield from fill(self._response, self._parts(self._output.lists))
 
     def _read(self, delta: ChoiceDelta) -> list[OutputEvent]:
-        self._tally.add(0, delta)
+        self._counter.add(0, delta)
         events: list[OutputEvent] = []
         for part, tokens in self._reader.push(delta):
             events += self._write(part, tokens)
@@ -221,10 +223,10 @@ class ResponsesRenderer:
         self._response.status = status
         self._response.output = self._output.items
         self._response.usage = self._usage()
-        self._response.baton_timeline = self._tally.timelines()
+        self._response.baton_timeline = self._counter.timelines()
 
     def _usage(self) -> ResponseUsage:
-        counted = self._tally.usage()
+        counted = self._counter.usage()
         cached = counted.prompt_tokens_details.cached_tokens
         return ResponseUsage(
             input_tokens=counted.prompt_tokens,

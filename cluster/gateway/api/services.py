@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from ..errors import ended_by_operator
 from ..metrics import GatewayMetrics
 from ..model import ServedModel
-from ..serving.admission import AdmissionControl
 from ..serving.context import ServingContext
 from ..serving.recent_requests import RecentRequests
 from ..settings import GatewaySettings
@@ -52,7 +51,6 @@ class GatewayServices:
 
     model: ServedModel
     metrics: GatewayMetrics
-    admission: AdmissionControl
     serving: ServingContext
     bodies: BodyService
     spans: RequestSpans | None  # None: no exporter is configured

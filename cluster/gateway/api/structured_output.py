@@ -51,15 +51,14 @@ def answer_constraint(
     if calls is None and (asked is None or (frame is None and reasoning is ReasoningStart.NONE)):
         return asked
     with _with_client_fields(request):
-        words = None if asked is None else _as_grammar(asked)
-        grammar = words if calls is None else calls.grammar(words)
+        answer = None if asked is None else _as_grammar(asked)
+        grammar = answer if calls is None else calls.grammar(answer)
         if grammar is None:
             return None
         if calls is None and frame is not None:
             grammar = frame.answer_grammar(grammar)
-        if (
-            calls is None or calls.must_call or words is not None
-        ):  # otherwise the grammar allows any text, reasoning included
+        # Otherwise the grammar allows any text, reasoning included.
+        if calls is None or calls.must_call or answer is not None:
             grammar = after_reasoning(grammar, reasoning)
         return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": grammar}))
 

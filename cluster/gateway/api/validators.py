@@ -100,12 +100,12 @@ def object_of_type(kinds: Sequence[str], advice: str = "", type_of: Callable[[An
             return value
         if not isinstance(value, dict):
             raise ValueError(f"must be an object, not {json_type_name(value)}")
-        said = without_nulls(value)
-        given = type_of(said)
+        fields = without_nulls(value)
+        given = type_of(fields)
         if given not in kinds:
             but = f", not {excerpt(given)}" if isinstance(given, str) else ""
             raise FieldError(("type",), f"must be {one_of(kinds)}{but}{advice}")
-        return said
+        return fields
 
     return BeforeValidator(check)
 

@@ -20,8 +20,8 @@ from pydantic import Field
 
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 from baton.engine.strict_model import StrictModel
+from baton.kv_transfer.protocol.messages import EngineKey
 
-from .prefix_index import EngineKey, engine_key
 from .sliding_window import SlidingWindow
 
 logger = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class Breakers:
         self._forget_old()
         circuit = self._circuits.get(key) or self._circuits.setdefault(key, Circuit(self._limits, self._clock))
         if circuit.failed():
-            names = " and ".join(engine_id for engine_id, _ in key)
+            names = " and ".join(engine.engine_id for engine in key)
             logger.warning("%s failed too often: gets no requests for %g s", names, self._limits.open_s)
             self._on_open(key)
 
@@ -190,19 +190,19 @@ class Breakers:
         sources = {key[0] for key in self._circuits if len(key) == 2 and self._keeps_away(key)}
         readers = [view.record for view in engines if view.record.role is Role.DECODE]
         for view in engines:
-            source = engine_key(view.record)
+            source = view.record.key
             partners = [reader for reader in readers if reader.fingerprint == view.record.fingerprint]
-            if source in sources and all(self._keeps_away((source, engine_key(partner))) for partner in partners):
+            if source in sources and all(self._keeps_away((source, partner.key)) for partner in partners):
                 closed.add(source)
         return closed
 
     def closed_from(self, source: EngineRecord) -> set[EngineKey]:
         """Return the decode engines that must not fetch from this engine now."""
-        holder = engine_key(source)
+        holder = source.key
         return {key[1] for key in self._circuits if len(key) == 2 and key[0] == holder and self._keeps_away(key)}
 
     def state(self, engine: EngineRecord) -> CircuitState:
-        circuit = self._circuits.get((engine_key(engine),))
+        circuit = self._circuits.get((engine.key,))
         return CircuitState.CLOSED if circuit is None else circuit.state
 
     def _keeps_away(self, key: CircuitKey) -> bool:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from baton.cluster.cached_blocks import BlockName
 from baton.cluster.contracts import EngineRecord, EngineView
 from baton.engine.core.messages import EngineStats
+from baton.kv_transfer.protocol.messages import EngineKey
 
 from .cost import Load
-from .prefix_index import EngineKey, PrefixIndex, engine_key
+from .prefix_index import PrefixIndex
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class _Report:
 class LoadTracker:
     """Counts this gateway's requests in engines, and their prompt tokens that are still to be computed.
 
-    SENT ──first token──> READ ──end──> forgotten; its prefix is expected in the cache for a while
+    SENT ──first token──> ANSWERING ──end──> forgotten; its prefix is expected in the cache for a while
     SENT ──given up─────> forgotten, with its prefix
     """
 
@@ -56,32 +57,32 @@ class LoadTracker:
         return Load(self._requests.total(), self._tokens.total())
 
     def sent(self, placement: Placement) -> None:
-        """Count a request. After each call, call either `read` and `ended`, or `given_up`."""
-        key = engine_key(placement.engine)
+        """Count a request. After each call, call either `first_token` and `ended`, or `given_up`."""
+        key = placement.engine.key
         self._requests[key] += 1
         self._tokens[key] += placement.uncached
         self._prefixes.expect(key, placement.names)
 
-    def read(self, placement: Placement) -> None:
+    def first_token(self, placement: Placement) -> None:
         """Note that the request's first token has arrived."""
-        _subtract(self._tokens, engine_key(placement.engine), placement.uncached)
+        _subtract(self._tokens, placement.engine.key, placement.uncached)
 
     def ended(self, placement: Placement) -> None:
         """Note that the request has ended after its first token."""
-        key = engine_key(placement.engine)
+        key = placement.engine.key
         _subtract(self._requests, key, 1)
         self._prefixes.ended(key, placement.names)
 
     def given_up(self, placement: Placement) -> None:
         """Note that the request has ended before its first token: which of its blocks are cached is unknown."""
-        self.read(placement)
-        key = engine_key(placement.engine)
+        self.first_token(placement)
+        key = placement.engine.key
         _subtract(self._requests, key, 1)
         self._prefixes.forget(key, placement.names)
 
     def of(self, view: EngineView) -> Load:
         """Return the load of an engine."""
-        key, stats = engine_key(view.record), view.stats
+        key, stats = view.record.key, view.stats
         own = Load(self._requests[key], self._tokens[key])
         if stats is None:
             return own

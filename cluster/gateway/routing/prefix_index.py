@@ -6,18 +6,13 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from baton.cluster.cached_blocks import BlockName, CachedBlocks, FoundPrefix
-from baton.cluster.contracts import EngineRecord
 from baton.engine.core.block_log import pack_names
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.sampling import SamplingParams
+from baton.kv_transfer.protocol.messages import EngineKey
 
-EngineKey = tuple[str, int]  # engine id, epoch
 REPORT_DELAY_S = 1.0  # after a request's end; by then its engine has reported which of its blocks are cached
-
-
-def engine_key(record: EngineRecord) -> EngineKey:
-    return record.engine_id, record.epoch
 
 
 def prefix_names(prompt: Sequence[int], sampling: SamplingParams, salt: str) -> bytes:

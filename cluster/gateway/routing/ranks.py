@@ -54,11 +54,11 @@ def rank_table(gateway_id: str, client: EngineClient, breakers: Breakers) -> dic
     """Return all ranks, with the state of those that this gateway reaches; serving gateways; and starting groups."""
     snapshot = client.listed()
     serving = [record for record in snapshot.gateways if record.is_serving]
-    views = {(view.record.engine_id, view.record.epoch): view for view in client.engines()}
+    views = {view.record.key: view for view in client.engines()}
     return {
         "object": "list",
         "gateway": gateway_id,
-        "data": [_rank(record, views.get((record.engine_id, record.epoch)), breakers) for record in snapshot.engines],
+        "data": [_rank(record, views.get(record.key), breakers) for record in snapshot.engines],
         "gateways": [_gateway(record, snapshot) for record in sorted(serving, key=_place)],
         "starting": [msgspec.structs.asdict(group) for group in snapshot.starting],
     }

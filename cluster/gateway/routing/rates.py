@@ -35,9 +35,8 @@ from baton.cluster.contracts import EngineRecord, EngineView
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.pace import SETTLED, STALE_S, Line, StepTimes
 from baton.engine.strict_model import StrictModel
+from baton.kv_transfer.protocol.messages import EngineKey
 from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
-
-from .prefix_index import EngineKey, engine_key
 
 ALIKE = 1.5  # ratio of two figures up to which they count as equal
 NEWEST = 5  # measurements of pairs of the same two nodes whose median is used
@@ -167,7 +166,7 @@ class LearntRates:
     @property
     def known(self) -> set[str]:
         """The ids of the engines about which something is stored."""
-        return {engine_id for engine_id, _ in [*self._steps, *self._lanes]} | self._nodes.keys()
+        return {key.engine_id for key in [*self._steps, *self._lanes]} | self._nodes.keys()
 
     def renew(self, engines: Sequence[EngineView]) -> None:
         """Apply the engines' reports: once a second, but in every call until one engine has measured something."""
@@ -189,7 +188,7 @@ class LearntRates:
         slopes = [line.unit_s * self.guesses.answer_tokens for line in decodes]
         self._request_s = _median(slopes, self._request_s)
         self.stale = frozenset(
-            engine_key(view.record) for view in engines if self.slow_prefill_age_s(view) or self.slow_decode_age_s(view)
+            view.record.key for view in engines if self.slow_prefill_age_s(view) or self.slow_decode_age_s(view)
         )
 
     def _forget_old(self, now_s: float) -> None:
@@ -199,7 +198,7 @@ class LearntRates:
         """
         self._steps = {key: reports for key, reports in self._steps.items() if now_s - reports.seen_s <= STALE_S}
         self._lanes = {key: lanes for key, lanes in self._lanes.items() if key in self._steps}
-        known = {engine_id for engine_id, _ in self._steps}
+        known = {key.engine_id for key in self._steps}
         self._nodes = {engine_id: node for engine_id, node in self._nodes.items() if engine_id in known}
         for nodes in [nodes for nodes, newest in self._between.items() if now_s - newest[-1].at_s > STALE_S]:
             del self._between[nodes]
@@ -279,7 +278,7 @@ class LearntRates:
         return [each for each in self._between.get(nodes, ()) if now_s - each.at_s <= STALE_S]
 
     def _reports_of(self, view: EngineView) -> _StepReports:
-        key, now_s = engine_key(view.record), self._clock()
+        key, now_s = view.record.key, self._clock()
         times = StepTimes() if view.stats is None else view.stats.step_times
         if (reports := self._steps.get(key)) is None:
             reports = self._steps[key] = _StepReports(times, now_s)
@@ -288,7 +287,7 @@ class LearntRates:
         return reports
 
     def _lanes_of(self, view: EngineView) -> _Lanes:
-        lanes = self._lanes.setdefault(engine_key(view.record), _Lanes())
+        lanes = self._lanes.setdefault(view.record.key, _Lanes())
         if view.transfers is not None and view.transfers is not lanes.reported:
             for peer, measured in lanes.update(view.transfers, self._clock()):
                 if (node := self._nodes.get(peer)) is not None:

@@ -20,10 +20,11 @@ from baton.cluster.contracts import EngineRecord, EngineView, Role
 from baton.engine.core.block_log import unpack_names
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.messages import EngineRequest
+from baton.kv_transfer.protocol.messages import EngineKey
 
 from .cost import Cost, PrefillWork
 from .load import LoadTracker, Placement
-from .prefix_index import EngineKey, PrefixIndex, engine_key, prefix_names
+from .prefix_index import PrefixIndex, prefix_names
 from .rates import CostRates, LearntRates
 from .receivers import DecodeCandidate, Handoff, Receivers
 
@@ -119,7 +120,7 @@ class Router:
         self._session_patience_s = session_patience_s
         self._local_prefill_max_tokens = local_prefill_max_tokens
 
-    def read(
+    def query(
         self,
         request: EngineRequest,
         names: Sequence[BlockName] | None = None,
@@ -190,7 +191,7 @@ class Router:
         cost at most `SETTLED` * `ENGINE_TRIAL_SHARE` of the time.
         """
         for view in engines if self._rates.stale else ():
-            key = engine_key(view.record)
+            key = view.record.key
             if key not in self._rates.stale:
                 continue
             load = self.loads.of(view)
@@ -198,7 +199,7 @@ class Router:
             decode_age_s = 0.0 if load.num_requests else self._rates.slow_decode_age_s(view)
             for option in options:
                 age_s = prefill_age_s if option.handoff is not None else max(prefill_age_s, decode_age_s)
-                if engine_key(option.placement.engine) == key and _is_worth_trying(option, best, age_s):
+                if option.placement.engine.key == key and _is_worth_trying(option, best, age_s):
                     return dataclasses.replace(option, reason=MEASURING)
         return None
 
@@ -220,33 +221,31 @@ class Router:
         ages_s: dict[EngineKey, float] = {}  # of stale figures of idle engines that decoded slowly
         for view in engines:
             record, load = view.record, self.loads.of(view)
-            if not _pairs(source, record) or engine_key(record) in avoid:
+            if not _pairs(source, record) or record.key in avoid:
                 continue
             candidate = self._as_candidate(view, query)
             handoff_s = self._cost.handoff_s(view, source, candidate.missing)
             handoff = candidate.handoff(source, handoff_s, self._rates)
             is_full = _is_full(view, query.num_tokens)
             options.append(_Option(is_full, handoff.cost_s, Placement(record, 0), handoff=handoff))
-            if engine_key(record) in self._rates.stale and not load.num_requests:
-                ages_s[engine_key(record)] = self._rates.slow_decode_age_s(view)
+            if record.key in self._rates.stale and not load.num_requests:
+                ages_s[record.key] = self._rates.slow_decode_age_s(view)
         if (best := self._best(options, query)) is None:
             return None
         for option in options if ages_s else ():
-            if _is_worth_trying(option, best, ages_s.get(engine_key(option.placement.engine), 0.0)):
+            if _is_worth_trying(option, best, ages_s.get(option.placement.engine.key, 0.0)):
                 return option.placement
         return (self._link_trial(self._reader_trials, options, best, query) or best).placement
 
     def _options(
         self, engines: Sequence[EngineView], query: RoutingQuery, avoid: Collection[EngineKey]
     ) -> list[_Option]:
-        decoders = [
-            view for view in engines if view.record.role is Role.DECODE and engine_key(view.record) not in avoid
-        ]
+        decoders = [view for view in engines if view.record.role is Role.DECODE and view.record.key not in avoid]
         receivers = Receivers((self._as_candidate(view, query) for view in decoders), self._cost, self._rates)
         options = []
         for view in engines:
             record = view.record
-            if engine_key(record) in avoid or record.role is Role.DECODE:
+            if record.key in avoid or record.role is Role.DECODE:
                 continue
             work, load = self._prefill_work(view, query), self.loads.of(view)
             placement = Placement(record, work.uncached, query.names)
@@ -284,7 +283,7 @@ class Router:
         options = []
         for view in engines:
             record = view.record
-            if record.role is not Role.DECODE or engine_key(record) in avoid:
+            if record.role is not Role.DECODE or record.key in avoid:
                 continue
             if query.pinned_rank not in (None, record.rank):
                 continue
@@ -335,7 +334,7 @@ class Router:
         return DecodeCandidate(view, self._missing(view, query), self._cost.decode_s(view, self.loads.of(view)))
 
     def _found(self, view: EngineView, query: RoutingQuery) -> FoundPrefix:
-        return self.prefixes.find(view.cached, engine_key(view.record), query.names)
+        return self.prefixes.find(view.cached, view.record.key, query.names)
 
 
 def _is_worth_trying(option: _Option, best: _Option, age_s: float) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from baton.cluster.contracts import EngineView, Role
+from baton.kv_transfer.protocol.messages import EngineKey
 
 from ..errors import engines_full, key_limit, queue_full
-from ..routing.prefix_index import EngineKey, engine_key
 from ..routing.rates import LearntRates
 from ..routing.sliding_window import SlidingWindow
 from ..settings import GatewaySettings
@@ -69,7 +69,7 @@ class AdmissionControl:
         """Return True if every engine that could compute a prompt has reported a full queue, or is in `refused_by`."""
         bound = self._settings.queue_limits.bound
         return all(
-            engine_key(view.record) in refused_by or (view.stats is not None and bound.is_reached(view.stats))
+            view.record.key in refused_by or (view.stats is not None and bound.is_reached(view.stats))
             for view in _prompt_engines(engines)
         )
 

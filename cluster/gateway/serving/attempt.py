@@ -15,7 +15,6 @@ from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind, KV
 
 from ..routing.breaker import Breakers, CircuitKey
 from ..routing.load import LoadTracker, Placement
-from ..routing.prefix_index import engine_key
 from .retry_policy import RETRY_POLICY, Blame, Failure
 
 MIN_TIMEOUT_S = 0.001  # because 0 would mean no deadline
@@ -40,11 +39,11 @@ class Attempt:
 
     @property
     def circuit(self) -> CircuitKey:
-        return (engine_key(self.engine),)
+        return (self.engine.key,)
 
     @property
     def pair_circuit(self) -> CircuitKey | None:
-        return None if self.holder is None else (engine_key(self.holder), engine_key(self.engine))
+        return None if self.holder is None else (self.holder.key, self.engine.key)
 
     @property
     def circuits(self) -> list[CircuitKey]:
@@ -116,7 +115,7 @@ class AttemptTracker:
 
     def note_first_output(self, attempt: Attempt) -> None:
         attempt.has_output = True
-        self._loads.read(attempt.placement)
+        self._loads.first_token(attempt.placement)
         self._breakers.succeeded(attempt.circuits)
 
     def note_failure(self, attempt: Attempt, failure: Failure, deadline: Deadline) -> None:

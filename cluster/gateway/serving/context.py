@@ -9,7 +9,8 @@ from prometheus_client import Counter, Gauge
 
 from baton.cluster.contracts import EngineClient
 
-from ..routing.breaker import Breakers
+from ..routing.breaker import Breakers, CircuitKey
+from ..routing.rates import LearntRates
 from ..routing.router import Router
 from ..settings import GatewaySettings
 from .admission import AdmissionControl
@@ -27,6 +28,7 @@ class SequenceMetrics(Protocol):
     rungs: Counter  # engines chosen after a failure, by rung and reason
 
     def observe_decision(self, failure: str, seconds: float) -> None: ...
+    def circuit_opened(self, circuit: CircuitKey) -> None: ...
 
 
 class ServingContext:
@@ -35,22 +37,25 @@ class ServingContext:
     def __init__(
         self,
         client: EngineClient,
-        router: Router,
         settings: GatewaySettings,
         metrics: SequenceMetrics,
-        admission: AdmissionControl,
-        breakers: Breakers,
         *,
         scales_from_zero: bool = False,
     ) -> None:
         """`scales_from_zero`: an autoscaler starts engines once requests wait for them."""
         self.client = client
-        self.router = router
         self.settings = settings
         self.metrics = metrics
-        self.admission = admission
-        self.breakers = breakers
-        self.attempts = AttemptTracker(client, router.loads, breakers, metrics.observe_decision)
+        rates = LearntRates(settings.cost, time.monotonic)
+        self.router = Router(
+            settings.gateway_id,
+            rates=rates,
+            session_patience_s=settings.session_patience_s,
+            local_prefill_max_tokens=settings.local_prefill_max_tokens,
+        )
+        self.admission = AdmissionControl(settings, rates, time.monotonic)
+        self.breakers = Breakers(settings.breaker, time.monotonic, metrics.circuit_opened)
+        self.attempts = AttemptTracker(client, self.router.loads, self.breakers, metrics.observe_decision)
         self.retry_budget = RetryBudget(settings.retry_budget, settings.retry_budget_min, time.monotonic)
         self._scales_from_zero = scales_from_zero
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 
 from ..routing.load import Placement
-from ..routing.prefix_index import engine_key
 from ..routing.ranks import reachable
 from ..routing.router import NO_PREFILL_ENGINE, Path, Route, RoutingQuery
 from .context import SequenceMetrics, ServingContext
@@ -86,7 +85,7 @@ class EngineSelector:
 
     def _engines(self) -> Sequence[EngineView]:
         engines = reachable(self._serving.client, self._pinned_rank)
-        return [view for view in engines if engine_key(view.record) not in self._history.departed]
+        return [view for view in engines if view.record.key not in self._history.departed]
 
 
 def _on_rung(rung: Rung, engines: Sequence[EngineView]) -> list[EngineView]:

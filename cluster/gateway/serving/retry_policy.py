@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.engine.core.messages import EngineError, ErrorKind
+from baton.kv_transfer.protocol.messages import EngineKey
 
-from ..routing.prefix_index import EngineKey
 from ..routing.sliding_window import SlidingWindow
 
 BUDGET_WINDOW_S = 10.0

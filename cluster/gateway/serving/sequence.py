@@ -25,7 +25,6 @@ from baton.engine.core.messages import EngineError, EngineOutput, EngineRequest,
 from baton.engine.core.stages import Stage
 
 from ..errors import ApiError, engines_full, from_engine, internal, no_capacity, no_retries_left
-from ..routing.prefix_index import engine_key
 from ..routing.router import RoutingQuery
 from .attempt import Attempt, Deadline
 from .context import ServingContext
@@ -68,7 +67,7 @@ class ServedSequence:
         self._tokens = list(request.output_token_ids)
         self._generation = request.generation  # counts attempts: outputs of earlier ones are dropped
         self._attempts = SequenceAttempts(serving, timeline, deadline)
-        self._query = serving.router.read(request, names, session_id=session_id, pinned_rank=rank)
+        self._query = serving.router.query(request, names, session_id=session_id, pinned_rank=rank)
         self._history = AttemptHistory(serving.settings.max_attempts)
         self._selector = EngineSelector(serving, self._history, rank)
         self._selection: Selection | None = None  # found, but not submitted yet
@@ -182,8 +181,8 @@ class ServedSequence:
         if not attempt.has_output:
             self.timeline.note_stages(attempt, output.ages or {}, now_s)
         self.timeline.note(Stamp.FAILED, now_s, attempt.engine.engine_id)
-        holder = None if attempt.holder is None else engine_key(attempt.holder)
-        engine, brought_tokens = engine_key(attempt.engine), attempt.has_output
+        holder = None if attempt.holder is None else attempt.holder.key
+        engine, brought_tokens = attempt.engine.key, attempt.has_output
         self._failure = self._history.failed(error, engine, holder, brought_tokens=brought_tokens)
         if not self._history.may_go_on:
             return SequenceEvent.FAILED

@@ -245,7 +245,7 @@ def router() -> Router:
 def chosen(engines: list[EngineView]) -> tuple[int, Path] | None:
     request = EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams())
     choice = router()
-    route = choice.route(engines, choice.read(request))
+    route = choice.route(engines, choice.query(request))
     return None if route is None else (route.placement.engine.rank, route.path)
 
 
@@ -272,7 +272,7 @@ def test_versions_side_by_side_are_paired_within_their_fingerprints(new_drains: 
     rank = 0 if new_drains else 2
     assert chosen(engines) == (rank, Path.DISAGGREGATED)
     choice = router()
-    wanted = choice.read(EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams()))
+    wanted = choice.query(EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams()))
     for source, reader in ((0, 1), (2, 3)):
         placement = choice.decode_placement(engines, wanted, engines[source].record)
         assert placement is not None
@@ -283,7 +283,7 @@ def test_versions_side_by_side_are_paired_within_their_fingerprints(new_drains: 
 def test_versions_of_equal_fingerprints_pair_freely() -> None:
     engines = [view(0, Role.PREFILL), view(1, Role.DECODE, draining=True), view(2, Role.DECODE, busy=50)]
     choice = router()
-    wanted = choice.read(EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams()))
+    wanted = choice.query(EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams()))
     placement = choice.decode_placement(engines, wanted, engines[0].record)
     assert placement is not None
     assert placement.engine.rank == 2

@@ -15,7 +15,7 @@ from baton.cluster.gateway.app import create_app
 from baton.cluster.gateway.metrics import GatewayMetrics
 from baton.cluster.gateway.middleware import Drain
 from baton.cluster.gateway.model import ServedModel
-from baton.cluster.ingress.gateway_server import GatewayLaunch, GatewayServer, MustRestart
+from baton.cluster.ingress.gateway_server import GatewayLaunch, GatewayPlacement, GatewayServer, MustRestart
 from baton.cluster.ingress.http_server import HttpServer
 from baton.cluster.spec import FleetSpec
 
@@ -35,7 +35,7 @@ class Running(GatewayServer):
     """A started gateway process without its neighbours."""
 
     def __init__(self) -> None:
-        self._launch = GatewayLaunch("a", ARGS, Reach(), "node", "127.0.0.1")
+        self._launch = GatewayLaunch("a", ARGS, GatewayPlacement(Reach(), "node", "127.0.0.1"))
         self._spec = self._launch.spec({})
         self._changing = asyncio.Lock()
         self.record = make_gateway("g")

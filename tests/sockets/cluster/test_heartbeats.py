@@ -12,10 +12,6 @@ import pytest
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.server import EngineServer
 from baton.cluster.gateway.metrics import GatewayMetrics
-from baton.cluster.gateway.routing.breaker import Breakers
-from baton.cluster.gateway.routing.rates import LearntRates
-from baton.cluster.gateway.routing.router import Router
-from baton.cluster.gateway.serving.admission import AdmissionControl
 from baton.cluster.gateway.serving.context import ServingContext
 from baton.cluster.gateway.serving.sequence import ServedSequence
 from baton.cluster.gateway.serving.timeline import Timeline
@@ -37,16 +33,10 @@ class Cut:
     """Engine 0 behind a proxy, engine 1 reachable, and what a gateway's sequences share, over real sockets."""
 
     def __init__(self, proxy: SilentProxy, engines: list[CountingEngine], client: ZmqEngineClient) -> None:
-        settings = GatewaySettings(capacity_timeout_s=NOTICED_S)
+        settings = GatewaySettings(capacity_timeout_s=NOTICED_S, session_patience_s=0.0, local_prefill_max_tokens=64)
         self.proxy, self.engines, self.client = proxy, engines, client
         self.metrics = GatewayMetrics("m", client.engines)
-        rates = LearntRates(settings.cost, time.monotonic)
-        router = Router("g", rates=rates, session_patience_s=0.0, local_prefill_max_tokens=64)
-        breakers, admission = (
-            Breakers(settings.breaker, time.monotonic),
-            AdmissionControl(settings, rates, time.monotonic),
-        )
-        self.serving = ServingContext(client, router, settings, self.metrics, admission, breakers)
+        self.serving = ServingContext(client, settings, self.metrics)
 
     async def stream_at_the_first_engine(self) -> ServedSequence:
         """Begin a stream at engine 0: the request id decides between equal engines, so try ids until one goes there."""

@@ -16,6 +16,8 @@ from baton.engine.core.layout import KVLayout
 from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.group.read_member import join_tp_read_group
+from baton.kv_transfer.group.rpc import GroupRank
+from baton.kv_transfer.settings import LocalEngine
 from baton.kv_transfer.tiers.disk_files import TierRefused
 
 pytestmark = pytest.mark.timeout(60)
@@ -42,11 +44,11 @@ def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_pat
         }
     )
     launch = EngineLaunch(spec, Role.PREFILL, "prefill-0", "app", ClusterKey.generate())
-    resources = KVResources(launch, "prefill-0", 1, "127.0.0.1", lambda: None)
+    resources = KVResources(launch, LocalEngine("prefill-0", 1, "127.0.0.1", launch.key))
     endpoints = resources.open_sockets()
     (own, _own_memory), (other, _other_memory) = share(0), share(1)
     member = join_tp_read_group(
-        CacheRegion.of(other), rank=1, leader=endpoints.reads, engine_id="prefill-0", key=launch.key
+        CacheRegion.of(other), GroupRank(1, 2, launch.key), leader=endpoints.reads, engine_id="prefill-0"
     )
     try:
         resources.connect(CacheRegion.of(own))

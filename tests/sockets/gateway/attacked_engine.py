@@ -23,6 +23,7 @@ from baton.engine.core.messages import EngineOutput
 from baton.engine.core.sampling import MAX_LOGPROBS
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
 from baton.engine.net.curve import ClusterKey
+from baton.kv_transfer.settings import LocalEngine
 
 EPOCH = 1
 ENGINE_ID = "attacked"
@@ -95,9 +96,7 @@ def main(key: str, config: str, step_s: str) -> None:
     runner.make_ready()
     engine = SteadyEngine(core_config, runner)
     engine.step_s = float(step_s)
-    server = EngineServer(
-        engine, engine_id=ENGINE_ID, epoch=EPOCH, key=ClusterKey.from_bytes(key.encode()), host="127.0.0.1"
-    )
+    server = EngineServer(engine, LocalEngine(ENGINE_ID, EPOCH, "127.0.0.1", ClusterKey.from_bytes(key.encode())))
     server.start()
     print(server.address, flush=True)
     sys.stdin.read()

@@ -196,7 +196,7 @@ async def test_an_open_circuit_closes_after_the_time_of_the_new_setting(start: C
     service = start(Role.UNIFIED, breaker={"failures": 1, "open_s": 600.0})
     breakers = service.app.state.parts.serving.breakers
     (engine,) = service.cluster.engines()
-    key = (engine.record.engine_id, engine.record.epoch)
+    key = engine.record.key
     breakers.failed((key,))
     assert breakers.closed_to([engine]) == {key}
     change(service, breaker={"failures": 1, "open_s": 0.000001})

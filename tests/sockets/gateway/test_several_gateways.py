@@ -117,7 +117,7 @@ def home_of(fleet: WiredFleet, gateway: WiredGateway, session_id: str) -> WiredE
     rates = LearntRates(CostRates(), time.monotonic)
     router = Router("any", rates=rates, session_patience_s=10.0, local_prefill_max_tokens=0)
     request = EngineRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams())
-    route = router.route(gateway.client.engines(), router.read(request, session_id=session_id))
+    route = router.route(gateway.client.engines(), router.query(request, session_id=session_id))
     assert route is not None
     return fleet.engines[route.placement.engine.rank]
 

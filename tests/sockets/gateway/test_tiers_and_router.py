@@ -26,7 +26,7 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.tiers import TierStats
 from baton.engine.net.curve import ClusterKey
 from baton.engine.startup.build import build_engine
-from baton.kv_transfer.settings import TierSettings
+from baton.kv_transfer.settings import LocalEngine, TierSettings
 from baton.kv_transfer.tiers.store import TierStore
 
 from ...helpers.checkpoints import write_checkpoint
@@ -65,7 +65,7 @@ class TieredEngine:
         )
         self.engine = build_engine(config, open_tiers=lambda region: self._open(region, rank))
         name = f"engine-{rank}"
-        self.server = EngineServer(self.engine.core, engine_id=name, epoch=1, key=KEY, host="127.0.0.1")
+        self.server = EngineServer(self.engine.core, LocalEngine(name, 1, "127.0.0.1", KEY))
         self.record = msgspec.structs.replace(
             make_record(address=self.server.address, rank=rank),
             max_model_len=MAX_MODEL_LEN,
@@ -142,13 +142,13 @@ def a_router() -> Router:
 def ranks_chosen(gateway: Gateway, tokens: list[int]) -> set[int]:
     """Return the ranks that a router chooses for twenty requests with this prompt."""
     router, engines = a_router(), gateway.client.engines()
-    routes = [router.route(engines, router.read(asked(tokens, f"r{number}"))) for number in range(20)]
+    routes = [router.route(engines, router.query(asked(tokens, f"r{number}"))) for number in range(20)]
     return {route.placement.engine.rank for route in routes if route is not None}
 
 
 def found(gateway: Gateway, rank: int, tokens: list[int]) -> FoundPrefix:
     """Return the part of the prompt that the gateway knows to be cached."""
-    cached, names = gateway.view(rank).cached, a_router().read(asked(tokens)).names
+    cached, names = gateway.view(rank).cached, a_router().query(asked(tokens)).names
     return cached.find_behind(names, cached.count_prefix(names))
 
 

@@ -22,6 +22,7 @@ from baton.engine.core.engine import EngineCore
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.pace import StepTimes
 from baton.engine.net.curve import ClusterKey
+from baton.kv_transfer.settings import LocalEngine
 
 from ...helpers.fake_cluster import FakeConnector, Wire
 from ...helpers.fake_runner import FakeRunner
@@ -57,7 +58,7 @@ class WiredEngine:
         self._connector = FakeConnector(wire, runner.memory)
         self._core = EngineCore(CONFIG, runner, self._connector)
         name = f"{role}-{rank}"
-        self.server = EngineServer(self, engine_id=name, epoch=100 + rank, key=KEY, host="127.0.0.1")
+        self.server = EngineServer(self, LocalEngine(name, 100 + rank, "127.0.0.1", KEY))
         self.record = EngineRecord(
             engine_id=name,
             group_id=name,

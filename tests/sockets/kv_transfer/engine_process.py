@@ -21,7 +21,8 @@ from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import PeerInfo, TransferSettings, TransferStats
 from baton.kv_transfer.errors import TransferThreadDied
 from baton.kv_transfer.group.read_member import join_tp_read_group
-from baton.kv_transfer.group.rpc import GroupSocket
+from baton.kv_transfer.group.rpc import GroupRank, GroupSocket
+from baton.kv_transfer.settings import LocalEngine
 from baton.kv_transfer.staging.host_buffer import open_connector
 
 from ...helpers.process_context import FORKING
@@ -114,10 +115,9 @@ class Child:
         else:
             self.member = join_tp_read_group(
                 region,
-                rank=setup.rank,
+                GroupRank(setup.rank, setup.size, setup.key),
                 leader=setup.leader,
                 engine_id=setup.name,
-                key=setup.key,
                 settings=setup.settings,
             )
 
@@ -129,10 +129,7 @@ class Child:
         self.news = threading.Event()
         self.connector = open_connector(
             region,
-            engine_id=setup.name,
-            epoch=setup.epoch,
-            host="127.0.0.1",
-            key=setup.key,
+            LocalEngine(setup.name, setup.epoch, "127.0.0.1", setup.key),
             settings=setup.settings,
             wake=self.news.set,
             read_socket=read_socket,

@@ -18,8 +18,8 @@ from baton.engine.parallel.member import Member
 from baton.engine.parallel.rendezvous import Rendezvous, RendezvousClient
 from baton.engine.startup.build import build_engine, follow
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings, TransferStats
-from baton.kv_transfer.group.rpc import GroupSocket
-from baton.kv_transfer.settings import TierSettings
+from baton.kv_transfer.group.rpc import GroupRank, GroupSocket
+from baton.kv_transfer.settings import LocalEngine, TierSettings
 from baton.kv_transfer.staging.group_copies import follow_connector
 from baton.kv_transfer.staging.host_buffer import HostBufferConnector, open_connector
 from baton.kv_transfer.tiers.group import follow_tiers
@@ -61,10 +61,7 @@ class _Leader:
         def connect(region: CacheRegion) -> TransferConnector | HostBufferConnector:
             self._connector = open_connector(
                 region,
-                engine_id=job.name,
-                epoch=1,
-                host=member.host,
-                key=job.key,
+                LocalEngine(job.name, 1, member.host, job.key),
                 settings=job.settings,
                 read_socket=read_socket,
                 copy_socket=copy_socket,
@@ -147,24 +144,22 @@ def _lead(pipe: multiprocessing.connection.Connection, *arguments: Any) -> None:
 def _follow(job: Job, member: Member) -> None:
     def connect(region: CacheRegion) -> list[object]:
         rendezvous_client = RendezvousClient(member.rendezvous, member.rank, timeout_s=START_S)
+        me = GroupRank(member.tp_rank, member.tensor_parallel_size, job.key)
         reader = follow_connector(
             region,
-            rank=member.tp_rank,
+            me,
             leader=rendezvous_client.get(_READS),
             copies=rendezvous_client.get(_COPIES),
             engine_id=job.name,
-            key=job.key,
             settings=job.settings,
         )
         if job.tiers is None:
             return [reader]
         tier_member = follow_tiers(
             region,
+            me,
             job.tiers,
-            rank=member.tp_rank,
-            num_ranks=member.tensor_parallel_size,
             leader=rendezvous_client.get(_TIERS),
-            key=job.key,
             name=f"{job.name}:tiers:{member.tp_rank}",
             cpu_affinity="any",
         )

@@ -26,6 +26,7 @@ from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSet
 from baton.kv_transfer.errors import TransferThreadDied, TransportError
 from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
 from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.settings import LocalEngine
 
 from .connector_cases import QUICK, SMALL, wait_until
 from .engine_process import untimed
@@ -39,9 +40,7 @@ def connecting(
 ) -> Iterator[TransferConnector]:
     memory = np.zeros((8, SMALL.block_bytes), dtype=np.uint8)
     region = CacheRegion.of(ArenaRegion(memory.ctypes.data, 8, "cpu", SMALL, 0, SMALL.num_kv_heads))
-    connector = TransferConnector(
-        region, engine_id=engine_id, epoch=1, host="127.0.0.1", key=None, settings=settings, wake=wake
-    )
+    connector = TransferConnector(region, LocalEngine(engine_id, 1, "127.0.0.1", None), settings=settings, wake=wake)
     try:
         yield connector
     finally:
@@ -175,7 +174,7 @@ def test_a_constructor_that_fails_leaves_no_socket_and_no_thread(monkeypatch: py
     monkeypatch.setattr("baton.kv_transfer.connector.open_transport", lambda *_: 1 / 0)
     region = CacheRegion.of(ArenaRegion(4096, 8, "cpu", SMALL, 0, SMALL.num_kv_heads))
     with pytest.raises(ZeroDivisionError):
-        TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
+        TransferConnector(region, LocalEngine("alone", 1, "127.0.0.1", None))
     assert len(closed) == 1
     assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
     monkeypatch.undo()
@@ -199,7 +198,7 @@ def test_a_transfer_thread_that_dies_fails_its_transfers_with_the_reason(
 def test_a_device_that_cannot_be_registered_is_an_error_of_the_constructor() -> None:
     region = CacheRegion.of(ArenaRegion(4096, 8, "tpu:0", SMALL, 0, SMALL.num_kv_heads))
     with pytest.raises(TransportError, match="'cpu' and 'cuda:N'"):
-        TransferConnector(region, engine_id="alone", epoch=1, host="127.0.0.1", key=None)
+        TransferConnector(region, LocalEngine("alone", 1, "127.0.0.1", None))
 
 
 # ---------------------------------------------------------------------- the clock of leases

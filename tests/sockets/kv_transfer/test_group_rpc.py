@@ -9,7 +9,7 @@ import pytest
 
 from baton.kv_transfer.channel import Channel, Route
 from baton.kv_transfer.errors import RankLost, TransportError
-from baton.kv_transfer.group.rpc import IDLE_S, GroupMember, GroupSocket, MemberThread, Service, TpCopyGroup
+from baton.kv_transfer.group.rpc import IDLE_S, GroupMember, GroupRank, GroupSocket, MemberThread, Service, TpCopyGroup
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -58,7 +58,7 @@ def member_of(socket: GroupSocket, servant: Counter) -> MemberThread:
     def begin(channel: Channel, leader: Route) -> GroupMember:
         return GroupMember(servant, COUNTING, rank=1, fingerprint="f", channel=channel, leader=leader)
 
-    return MemberThread(begin, rank=1, leader=socket.address, key=None, name="rank 1")
+    return MemberThread(begin, GroupRank(1, 2, None), leader=socket.address, name="rank 1")
 
 
 def take_answers(group: TpCopyGroup, count: int) -> None:
@@ -91,7 +91,7 @@ def test_a_rank_that_fails_in_an_order_reports_the_reason_and_closes_its_handler
 
 
 def test_a_rank_that_cannot_begin_reports_to_rank_0(socket: GroupSocket) -> None:
-    member = MemberThread(cannot_begin, rank=1, leader=socket.address, key=None, name="rank 1").start()
+    member = MemberThread(cannot_begin, GroupRank(1, 2, None), leader=socket.address, name="rank 1").start()
     with pytest.raises(TransportError, match="rank 1 cannot go on: MemoryError: no memory to copy to"):
         TpCopyGroup(socket, "f", COUNTING)
     member.close()
@@ -102,7 +102,7 @@ def test_a_rank_that_cannot_begin_may_retry_without_a_report_to_rank_0(
 ) -> None:
     """A rank whose blocks cannot be registered does so: it then joins with staging slots."""
     with pytest.raises(MemoryError, match="no memory to copy to"):
-        MemberThread(cannot_begin, rank=1, leader=socket.address, key=None, name="rank 1").open(10.0)
+        MemberThread(cannot_begin, GroupRank(1, 2, None), leader=socket.address, name="rank 1").open(10.0)
     member = member_of(socket, Counter()).open(10.0)
     group = TpCopyGroup(socket, "f", COUNTING)
     group.order(Count(1))

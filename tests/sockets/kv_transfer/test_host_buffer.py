@@ -24,12 +24,13 @@ from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import TransferSettings
 from baton.kv_transfer.errors import NotRegistrable, TransportError
 from baton.kv_transfer.protocol.messages import DigestMode, Ticket
+from baton.kv_transfer.settings import LocalEngine
 from baton.kv_transfer.staging import host_buffer
 from baton.kv_transfer.staging.host_buffer import HostBufferConnector, open_connector
 from baton.kv_transfer.staging.slots import StagingCopier
 
 from ...helpers.checkpoints import write_checkpoint
-from ...helpers.host_buffer_harness import BY_HOST, LAYOUT, PATIENCE_S, SLOTS, Inner, Station, wait_until
+from ...helpers.host_buffer_harness import BY_HOST, LAYOUT, ME, PATIENCE_S, SLOTS, Inner, Station, wait_until
 from .engine_process import EngineProcess
 from .group_engines import GroupEngine
 
@@ -260,13 +261,13 @@ class TestChoice:
         """Open a connector for device memory that cannot be registered."""
 
         class Picky(Inner):
-            def __init__(self, region: CacheRegion, **arguments: Any) -> None:
-                super().__init__(region, **arguments)
+            def __init__(self, region: CacheRegion, me: LocalEngine, **options: Any) -> None:
+                super().__init__(region, me, **options)
                 if region.address == 4096:
                     raise NotRegistrable("cannot register 65536 bytes of VRAM memory: unsupported")
 
         monkeypatch.setattr(host_buffer, "TransferConnector", Picky)
-        return open_connector(self.REGION, settings=TransferSettings(buffer_bytes=1 << 16, **settings), engine_id="x")
+        return open_connector(self.REGION, ME, settings=TransferSettings(buffer_bytes=1 << 16, **settings))
 
     def test_auto_uses_host_memory_with_a_warning(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -282,11 +283,11 @@ class TestChoice:
 
     def test_a_buffer_that_holds_no_block_is_refused(self) -> None:
         with pytest.raises(TransportError, match="buffer_bytes is 9 and a block has 4096 bytes"):
-            open_connector(self.REGION, settings=TransferSettings(buffer="host", buffer_bytes=9), engine_id="x")
+            open_connector(self.REGION, ME, settings=TransferSettings(buffer="host", buffer_bytes=9))
 
     def test_memory_that_can_be_registered_is_used_directly(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(host_buffer, "TransferConnector", Inner)
-        opened = open_connector(self.REGION, settings=TransferSettings(), engine_id="x")
+        opened = open_connector(self.REGION, ME, settings=TransferSettings())
         assert isinstance(opened, Inner)
 
 

@@ -22,9 +22,10 @@ from baton.kv_transfer.errors import MalformedMessage, RankLost, TransferThreadD
 from baton.kv_transfer.group.rank_reader import RankMemory, RankReader, group_metadata
 from baton.kv_transfer.group.read_member import join_tp_read_group, read_member
 from baton.kv_transfer.group.read_messages import READS, CompareBlocks, MakeDigests, ReadReport
-from baton.kv_transfer.group.rpc import GiveUp, GroupMember, GroupSocket, MemberThread
+from baton.kv_transfer.group.rpc import GiveUp, GroupMember, GroupRank, GroupSocket, MemberThread
 from baton.kv_transfer.group.tp_read_group import ASK_ALIVE_EVERY_S, MAX_UNANSWERED, TpReadGroup, gather
 from baton.kv_transfer.protocol.messages import MAX_METADATA_BYTES
+from baton.kv_transfer.settings import LocalEngine
 from baton.kv_transfer.transports import Lane, PeerState, ReadState
 
 from ...helpers.fake_channel import FakeChannel, FakeNetwork
@@ -330,14 +331,14 @@ def half(memory: np.ndarray, rank: int) -> CacheRegion:
 
 @contextlib.contextmanager
 def a_member(memory: np.ndarray, socket: GroupSocket, key: ClusterKey) -> Iterator[MemberThread]:
-    member = join_tp_read_group(half(memory, 1), rank=1, leader=socket.address, engine_id="group", key=key)
+    member = join_tp_read_group(half(memory, 1), GroupRank(1, 2, key), leader=socket.address, engine_id="group")
     yield member
     member.close()
 
 
 def a_leader(memory: np.ndarray, socket: GroupSocket, key: ClusterKey) -> TransferConnector:
     region = half(memory, 0)
-    return TransferConnector(region, engine_id="group", epoch=1, host="127.0.0.1", key=key, read_socket=socket)
+    return TransferConnector(region, LocalEngine("group", 1, "127.0.0.1", key), read_socket=socket)
 
 
 def poll_until_it_raises(connector: TransferConnector) -> None:

@@ -18,12 +18,12 @@ from baton.cluster.ingress.gateway_controller import (
     UNLISTED_TIMEOUT_S,
     UNNEEDED_S,
     Action,
-    GatewayPlacement,
     PortAllocator,
     RunningGateway,
     decide_action,
     gateway_placements,
 )
+from baton.cluster.ingress.gateway_server import GatewayPlacement
 from baton.cluster.spec import GatewaySpec
 
 from ...helpers.fakes import make_gateway, make_record

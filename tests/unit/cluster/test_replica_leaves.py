@@ -13,6 +13,7 @@ import ray
 
 from baton.cluster.contracts import EngineGroup, EnginePulse
 from baton.cluster.engines import replica as replicas
+from baton.cluster.engines.registration import GroupRegistration
 from baton.cluster.engines.replica import EngineReplica
 from baton.cluster.membership import directory_client, draining
 from baton.cluster.membership.directory_client import DirectoryClient
@@ -27,8 +28,6 @@ PATIENCE_S = 20.0
 
 class Workers:
     """A fake of a group's processes, which serve one request."""
-
-    actor_names = ()
 
     def __init__(self) -> None:
         self.num_requests = 1
@@ -78,13 +77,13 @@ class Replica(EngineReplica):
 
     def __init__(self, *, drain_timeout_s: float, directory: DirectoryClient | None = None) -> None:
         self.directory, self.workers = Directory(), Workers()
-        self._directory = directory or self.directory  # type: ignore[assignment]
         self._workers = self.workers  # type: ignore[assignment]
         self._fleet = SimpleNamespace(drain_timeout_s=drain_timeout_s)  # type: ignore[assignment]
-        self._group = EngineGroup(group_id="g", first_rank=0, engines=[make_record(engine_id="g")])
+        self._name = "engine group g"
+        group = EngineGroup(group_id="g", first_rank=0, engines=[make_record(engine_id="g")])
+        self._registration = GroupRegistration(directory or self.directory, group, [])  # type: ignore[arg-type]
         self._end, self._is_ended_by_serve, self._leaving = "", False, None
-        self.heart = self._heart = asyncio.create_task(asyncio.sleep(PATIENCE_S))
-        self._tasks = [self._heart]
+        self._tasks = []
 
     def __del__(self) -> None:  # type: ignore[override]
         """Do nothing: the base class's coroutine would never be awaited."""
@@ -95,8 +94,7 @@ class Replica(EngineReplica):
 
     @property
     def is_draining(self) -> bool:
-        assert self._group is not None
-        return self._group.draining
+        return self._registration.group.draining
 
     @property
     def is_leaving(self) -> bool:
@@ -110,7 +108,10 @@ class Replica(EngineReplica):
         await self._end_group("has made no progress")
 
     async def registers(self) -> None:
-        await self._register()
+        await self._registration.register()
+
+    def sends_heartbeats(self) -> asyncio.Task[None]:
+        return self._registration.start(lambda _: None)
 
     def starts(self, task: str) -> asyncio.Task[None]:
         """Start this task of the replica, and no other."""
@@ -196,11 +197,12 @@ async def test_a_group_that_has_returned_its_requests_leaves_even_if_asked_to_st
 
 async def test_a_group_that_dies_while_it_drains_does_not_register_again() -> None:
     replica = Replica(drain_timeout_s=PATIENCE_S)
+    heartbeats = replica.sends_heartbeats()
     replica.asked_to(HeartbeatReply.LEAVE)
     await until(lambda: ("drain", True) in replica.directory.told)
     replica.workers.failure = ray.exceptions.RayActorError()
-    await until(replica.heart.done)
-    assert replica.heart.cancelled()
+    await until(heartbeats.done)
+    assert heartbeats.cancelled()
     await until(lambda: ("leave", None) in replica.directory.told)
 
 

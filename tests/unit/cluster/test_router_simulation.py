@@ -147,7 +147,7 @@ def test_an_engine_that_stays_slow_gets_a_few_requests_a_minute() -> None:
     fleets = SimulatedFleets(num_unified=4, num_gateways=2, slow=SlowSpell(5.0))
     arrivals = unshared(TrafficShape(num_requests=1500, rate_per_s=6, prompt_tokens=1024, output_tokens=8))
     _, simulation = run(fleets, "exact", arrivals)
-    tried = [each for each in simulation.served.values() if each.reader == 0 and each.arrival.at_s > 30]
+    tried = [each for each in simulation.served.values() if each.prefill_rank == 0 and each.arrival.at_s > 30]
     minutes = (arrivals[-1].at_s - 30) / 60
     assert 1 <= len(tried) <= 3 * minutes + 3
     computed_s = sum(len(each.arrival.prompt) / Speed().prefill_tokens_per_s for each in tried)

@@ -34,11 +34,11 @@ def router(gateway_id: str = "g", local: int = 8192, clock: Clock | None = None,
 
 
 def wanted(tokens: list[int], name: str = "r", **fields: Any) -> RoutingQuery:
-    return router().read(request(tokens, name, **fields))
+    return router().query(request(tokens, name, **fields))
 
 
 def route(chooser: Router, engines: list[EngineView], tokens: list[int], name: str = "r", **fields: Any) -> Route:
-    chosen = chooser.route(engines, chooser.read(request(tokens, name), **fields))
+    chosen = chooser.route(engines, chooser.query(request(tokens, name), **fields))
     assert chosen is not None
     return chosen
 

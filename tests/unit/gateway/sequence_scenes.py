@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from baton.cluster.contracts import ClientCounters, DirectorySnapshot, EngineGone, EngineRecord, EngineView, Role
 from baton.cluster.gateway.errors import ApiError
 from baton.cluster.gateway.metrics import GatewayMetrics
-from baton.cluster.gateway.routing.breaker import Breakers, CircuitKey
-from baton.cluster.gateway.routing.rates import LearntRates
-from baton.cluster.gateway.routing.router import Router
-from baton.cluster.gateway.serving.admission import AdmissionControl
 from baton.cluster.gateway.serving.attempt import Deadline
 from baton.cluster.gateway.serving.context import ServingContext
 from baton.cluster.gateway.serving.sequence import ServedSequence
@@ -87,18 +82,6 @@ class ScriptedClient:
         self.log.append("withdraw")
 
 
-class LoggingBreakers(Breakers):
-    def __init__(self, settings: GatewaySettings, log: list[str]) -> None:
-        super().__init__(settings.breaker, time.monotonic)
-        self._log = log
-
-    def succeeded(self, peers: Any) -> None:
-        self._log.append("first output")
-
-    def failed(self, peer: CircuitKey) -> None:
-        self._log.append("circuit")
-
-
 class Scene:
     """One sequence on scripted engines; a test reads the sequence's outputs one by one."""
 
@@ -106,12 +89,19 @@ class Scene:
         self.log: list[str] = []
         self.client = ScriptedClient(self.log)
         self.client.views = list(views)
-        settings = GatewaySettings(capacity_timeout_s=capacity_timeout_s, retry_budget=0.0, retry_budget_min=0)
-        rates = LearntRates(settings.cost, time.monotonic)
-        router = Router("g", rates=rates, session_patience_s=0.0, local_prefill_max_tokens=0)
+        settings = GatewaySettings(
+            capacity_timeout_s=capacity_timeout_s,
+            retry_budget=0.0,
+            retry_budget_min=0,
+            session_patience_s=0.0,
+            local_prefill_max_tokens=0,
+        )
         self.metrics = GatewayMetrics("m", self.client.engines)
-        admission, breakers = AdmissionControl(settings, rates, time.monotonic), LoggingBreakers(settings, self.log)
-        serving = ServingContext(self.client, router, settings, self.metrics, admission, breakers)
+        serving = ServingContext(self.client, settings, self.metrics)
+        vars(serving.breakers).update(
+            succeeded=lambda circuits: self.log.append("first output"),
+            failed=lambda circuit: self.log.append("circuit"),
+        )
         request = EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=9))
         over = Deadline(at_s=asyncio.get_running_loop().time())
         self.sequence = ServedSequence(serving, request, Timeline(0.0, 0.0), deadline=over)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,11 +12,8 @@ from hypothesis import strategies as st
 from baton.cluster.contracts import Role
 from baton.cluster.gateway.errors import ApiError
 from baton.cluster.gateway.metrics import GatewayMetrics
-from baton.cluster.gateway.routing.breaker import Breakers, BreakerSettings
+from baton.cluster.gateway.routing.breaker import BreakerSettings
 from baton.cluster.gateway.routing.cost import Load
-from baton.cluster.gateway.routing.rates import LearntRates
-from baton.cluster.gateway.routing.router import Router
-from baton.cluster.gateway.serving.admission import AdmissionControl
 from baton.cluster.gateway.serving.context import ServingContext
 from baton.cluster.gateway.serving.sequence import OUT_OF_TURN, ServedSequence
 from baton.cluster.gateway.serving.timeline import Timeline
@@ -65,13 +61,10 @@ class World:
         self.cluster.wire.progressive = progressive
         for role in roles:
             self.cluster.start(role)
-        limits = GatewaySettings(capacity_timeout_s=5.0, breaker=BreakerSettings(failures=2, open_s=0.02))
-        rates, patience_s = LearntRates(limits.cost, time.monotonic), limits.session_patience_s
-        router = Router("g", rates=rates, session_patience_s=patience_s, local_prefill_max_tokens=64)
-        metrics = GatewayMetrics("m", self.cluster.engines)
-        self.breakers = Breakers(limits.breaker, time.monotonic)
-        admission = AdmissionControl(limits, rates, time.monotonic)
-        self.serving = ServingContext(self.cluster, router, limits, metrics, admission, self.breakers)
+        settings = GatewaySettings(
+            capacity_timeout_s=5.0, breaker=BreakerSettings(failures=2, open_s=0.02), local_prefill_max_tokens=64
+        )
+        self.serving = ServingContext(self.cluster, settings, GatewayMetrics("m", self.cluster.engines))
         self.clients: list[asyncio.Task[None]] = []
 
     async def happen(self, what: str, value: object) -> None:
@@ -134,7 +127,7 @@ class World:
             await asyncio.sleep(0.001)
         assert loads.own == Load(0, 0)
         assert self.serving.retry_budget.num_running == 0
-        assert self.breakers.num_trials == 0
+        assert self.serving.breakers.num_trials == 0
 
 
 async def play(roles: list[Role], progressive: bool, events: list[tuple[str, object]]) -> None:

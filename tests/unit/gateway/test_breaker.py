@@ -13,7 +13,6 @@ from rich.console import Console
 
 from baton.cluster.cli.http_client import print_ranks
 from baton.cluster.contracts import Role
-from baton.cluster.gateway import app
 from baton.cluster.gateway.routing.breaker import (
     IDLE_PERIODS,
     TRANSITIONS,
@@ -24,6 +23,7 @@ from baton.cluster.gateway.routing.breaker import (
     CircuitKey,
     CircuitState,
 )
+from baton.cluster.gateway.serving import context
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 
 from ...helpers.fake_cluster import FakeEngine
@@ -170,7 +170,7 @@ async def until_opened(service: Service, kind: str) -> None:
 async def test_an_engine_that_always_fails_gets_no_requests_until_a_trial_succeeds(
     start: Callable[..., Service], kind: ErrorKind, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "Breakers", lambda limits, _, on_open: Breakers(limits, clock, on_open))
+    monkeypatch.setattr(context, "Breakers", lambda limits, _, on_open: Breakers(limits, clock, on_open))
     service = start(Role.UNIFIED, Role.UNIFIED, breaker={"failures": 3, "window_s": 60, "open_s": 0.3})
     sick, _ = service.cluster.members
     fails(sick, kind)

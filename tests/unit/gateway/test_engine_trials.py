@@ -42,7 +42,7 @@ class Gateway:
         self.sent += 1
         tokens = [self.sent, *[7] * (num_tokens - 1)]
         request = EngineRequest(request_id=f"r{self.sent}", prompt_token_ids=tokens, sampling=SamplingParams())
-        route = self.router.route(engines, self.router.read(request))
+        route = self.router.route(engines, self.router.query(request))
         assert route is not None
         return route
 
@@ -168,7 +168,7 @@ def test_a_decode_engine_whose_steps_were_slow_is_tried_by_one_answer() -> None:
     def chosen(engines: Sequence[EngineView]) -> Placement:
         request = EngineRequest(request_id="r", prompt_token_ids=[7] * SHORT, sampling=SamplingParams())
         gateway.rates.renew(engines)
-        placement = gateway.router.decode_placement(engines, gateway.router.read(request), source.record)
+        placement = gateway.router.decode_placement(engines, gateway.router.query(request), source.record)
         assert placement is not None
         return placement
 

@@ -43,7 +43,7 @@ class Gateway:
 
     def route(self, engines: list[EngineView], tokens: list[int] = PROMPT, pinned_rank: int | None = None) -> Route:
         request = EngineRequest(request_id="r", prompt_token_ids=tokens, sampling=SamplingParams())
-        route = self.router.route(engines, self.router.read(request, pinned_rank=pinned_rank))
+        route = self.router.route(engines, self.router.query(request, pinned_rank=pinned_rank))
         assert route is not None
         return route
 
@@ -112,7 +112,7 @@ def two_readers(first: PeerLane, second: PeerLane) -> list[EngineView]:
 def test_a_reader_whose_link_was_slow_is_tried_again_although_another_can_read() -> None:
     """Otherwise it would stay idle until the load of the other costs more than the slow link did."""
     gateway = Gateway()
-    query = gateway.router.read(EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams()))
+    query = gateway.router.query(EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams()))
 
     def reader(engines: list[EngineView]) -> int:
         gateway.rates.renew(engines)
@@ -171,7 +171,7 @@ def test_every_slow_link_is_tried_although_trials_of_another_cost_less(pairs: li
 
 def test_a_reader_with_more_work_is_no_slow_link() -> None:
     gateway = Gateway()
-    query = gateway.router.read(EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams()))
+    query = gateway.router.query(EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams()))
     engines = two_readers(lane("e0", FAST), lane("e0", FAST))
     engines[2] = view(2, Role.DECODE, node="n2", lanes=[lane("e0", FAST)], num_requests_running=1)
     gateway.rates.renew(engines)

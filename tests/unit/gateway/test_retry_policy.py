@@ -21,6 +21,7 @@ from baton.cluster.gateway.serving.retry_policy import (
     Rung,
 )
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
+from baton.kv_transfer.protocol.messages import EngineKey
 
 from ...helpers.fake_cluster import FakeEngine
 from ...helpers.gateway_service import Service, events
@@ -184,7 +185,7 @@ def test_engines_that_leave_cost_no_attempt_and_no_budget() -> None:
         attempts.failed(EngineError(ErrorKind.LEAVING, ""), (f"e{number}", 1))
         assert attempts.may_go_on
         assert not attempts.must_pay
-    attempts.failed(EngineError(ErrorKind.ENGINE_DEAD, ""), ("dead", 1))
+    attempts.failed(EngineError(ErrorKind.ENGINE_DEAD, ""), EngineKey("dead", 1))
     assert not attempts.must_pay, "the first loss must be free"
 
 

@@ -14,6 +14,7 @@ from baton.cluster.gateway.routing.rates import CostRates
 from baton.cluster.gateway.routing.router import Path
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.sampling import SamplingParams
+from baton.kv_transfer.protocol.messages import EngineKey
 
 from ...helpers.gateway_service import Clock
 from .engine_views import view
@@ -35,7 +36,7 @@ def test_finished_work_no_longer_counts() -> None:
     first = route(chooser, engines, [1] * 50).placement
     chooser.loads.sent(first)
     assert rank_of(chooser, engines, [2] * 5) != first.engine.rank
-    chooser.loads.read(first)
+    chooser.loads.first_token(first)
     assert all(chooser.loads.of(engine).queued_tokens == 0 for engine in engines)
     assert rank_of(chooser, engines, [2] * 5) != first.engine.rank, "the first request is still decoding"
     chooser.loads.ended(first)
@@ -57,7 +58,7 @@ def test_waiting_requests_of_other_gateways_are_those_that_are_not_this_gateways
     assert loads.of(told) == Load(3, 1000), "the engine's status is older than the request"
     told = view(0, num_requests_waiting=3, num_waiting_tokens=1000, outstanding=1)
     assert loads.of(told) == Load(3, 1000), "the engine's status includes the request"
-    loads.read(mine)
+    loads.first_token(mine)
     assert loads.of(told) == Load(3, 900)
     loads.ended(mine)
     assert loads.of(told) == Load(2, 900)
@@ -96,7 +97,7 @@ def test_a_prefix_is_shared_only_under_the_same_salt() -> None:
     engines = [view(0), view(1, cached=PROMPT, salt="a")]
     chooser = router()
     for salt, reason in {"a": "prefix-hit", "b": "least-loaded", "": "least-loaded"}.items():
-        chosen = chooser.route(engines, chooser.read(request(PROMPT, cache_salt=salt)))
+        chosen = chooser.route(engines, chooser.query(request(PROMPT, cache_salt=salt)))
         assert chosen is not None
         assert chosen.reason == reason
 
@@ -106,7 +107,7 @@ def test_a_prefix_that_was_just_sent_counts_as_cached_until_the_engine_reports()
     chooser, engines = router(clock=clock), [view(0), view(1)]
     first = route(chooser, engines, PROMPT).placement
     chooser.loads.sent(first)
-    chooser.loads.read(first)
+    chooser.loads.first_token(first)
     home = first.engine.rank
     assert rank_of(chooser, engines, [*PROMPT, 1]) == home
     chooser.loads.ended(first)
@@ -136,7 +137,7 @@ def test_a_hot_prefix_spreads_over_engines_as_their_queues_grow() -> None:
     for index in range(200):
         placement = route(chooser, engines, [*PROMPT, index], f"r{index}").placement
         chooser.loads.sent(placement)
-        chooser.loads.read(placement)
+        chooser.loads.first_token(placement)
         ranks[placement.engine.rank] += 1
     assert set(ranks) == set(range(8))
     assert max(ranks.values()) - min(ranks.values()) <= 4
@@ -261,15 +262,15 @@ def test_a_pinned_prefill_engine_is_never_skipped() -> None:
     engines = [view(0, Role.PREFILL), view(1, Role.DECODE, cached=PROMPT)]
     assert rank_of(router(), engines, PROMPT, pinned_rank=0) == 0
     chooser = router()
-    assert chooser.route(engines, chooser.read(request(PROMPT), pinned_rank=0), {("e0", 0)}) is None
+    assert chooser.route(engines, chooser.query(request(PROMPT), pinned_rank=0), {EngineKey("e0", 0)}) is None
 
 
 def test_avoided_engines_are_not_chosen() -> None:
     engines = [view(0), view(1)]
     chooser = router()
-    avoid = [chooser.route(engines, wanted([1], f"{i}"), {("e0", 0)}) for i in range(9)]
+    avoid = [chooser.route(engines, wanted([1], f"{i}"), {EngineKey("e0", 0)}) for i in range(9)]
     assert {chosen.placement.engine.rank for chosen in avoid if chosen} == {1}
-    assert chooser.route(engines, wanted([1]), {("e0", 0), ("e1", 1)}) is None
+    assert chooser.route(engines, wanted([1]), {EngineKey("e0", 0), EngineKey("e1", 1)}) is None
 
 
 @pytest.mark.parametrize("field", list(CostRates.model_fields))

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from baton.cluster.cached_blocks import FoundPrefix
 from baton.cluster.contracts import EngineView, Role
 from baton.cluster.gateway.routing.cost import UNTRIED, Cost, Load
-from baton.cluster.gateway.routing.prefix_index import engine_key
 from baton.cluster.gateway.routing.rates import LearntRates
 from baton.cluster.gateway.routing.router import Path
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.tiers import TierStats
+from baton.kv_transfer.protocol.messages import EngineKey
 
 from ...helpers.gateway_service import Clock
 from .engine_views import view
@@ -31,7 +31,7 @@ class TestTiers:
 
     def cost_s(self, engine: EngineView, tokens: list[int] = PROMPT) -> float:
         query, cost = wanted(tokens), Cost(LearntRates(RATES, Clock()))
-        found = router().prefixes.find(engine.cached, engine_key(engine.record), query.names)
+        found = router().prefixes.find(engine.cached, engine.record.key, query.names)
         work = cost.prefill_work(engine, query.num_tokens, found)
         return cost.whole_s(engine, router().loads.of(engine), work)
 
@@ -148,5 +148,5 @@ class TestTiers:
     def test_blocks_that_another_request_restores_count_as_cached(self) -> None:
         chooser, engine = router(), view(0, host=PROMPT, tiers=FAST)
         chooser.loads.sent(route(chooser, [engine], PROMPT).placement)
-        found = chooser.prefixes.find(engine.cached, ("e0", 0), wanted(PROMPT).names)
+        found = chooser.prefixes.find(engine.cached, EngineKey("e0", 0), wanted(PROMPT).names)
         assert found == (IN_BLOCKS // BLOCK_SIZE, 0, 0)

@@ -59,7 +59,7 @@ def table() -> ReceiveTable:
 
 
 @pytest.fixture
-def pulling(table: ReceiveTable) -> ReceiveTable:
+def reading(table: ReceiveTable) -> ReceiveTable:
     """Claimed at time 1, so that a grant of ten seconds counts until 10.5."""
     assert table.peer_ready(HOLDER, now=1.0) == [CLAIM, ReadBlocks(1, 0, 2)]
     return table
@@ -84,83 +84,83 @@ def test_a_first_claim_is_known_from_when_it_was_sent_until_its_answer_comes(tab
     assert table.claimed_at is None
 
 
-def test_nobody_waits_for_the_answer_to_a_claim_that_was_given_up(pulling: ReceiveTable) -> None:
-    pulling.cancel(1)
-    assert pulling.claimed_at is None
+def test_nobody_waits_for_the_answer_to_a_claim_that_was_given_up(reading: ReceiveTable) -> None:
+    reading.cancel(1)
+    assert reading.claimed_at is None
 
 
 def test_only_the_blocks_behind_the_cached_prefix_are_read(table: ReceiveTable) -> None:
     assert (table[1].source_blocks, table[1].block_ids) == ([8, 9], [20, 21])
 
 
-def test_grant_then_read_commits(pulling: ReceiveTable) -> None:
-    assert pulling.on_message(grant(), now=1.5) == []
-    assert pulling.read_finished(1, now=2.0) == [received(2.0), FINISH]
-    assert len(pulling) == 0
+def test_grant_then_read_commits(reading: ReceiveTable) -> None:
+    assert reading.on_message(grant(), now=1.5) == []
+    assert reading.read_finished(1, now=2.0) == [received(2.0), FINISH]
+    assert len(reading) == 0
 
 
-def test_read_then_grant_commits(pulling: ReceiveTable) -> None:
-    assert pulling.read_finished(1, now=2.0) == []
-    assert pulling.on_message(grant(), now=3.0) == [received(2.0), FINISH]
+def test_read_then_grant_commits(reading: ReceiveTable) -> None:
+    assert reading.read_finished(1, now=2.0) == []
+    assert reading.on_message(grant(), now=3.0) == [received(2.0), FINISH]
 
 
-def test_a_late_grant_counts_if_the_read_was_in_time(pulling: ReceiveTable) -> None:
-    pulling.read_finished(1, now=2.0)
-    assert pulling.on_message(grant(), now=10.9) == [received(2.0), FINISH]
+def test_a_late_grant_counts_if_the_read_was_in_time(reading: ReceiveTable) -> None:
+    reading.read_finished(1, now=2.0)
+    assert reading.on_message(grant(), now=10.9) == [received(2.0), FINISH]
 
 
 @pytest.mark.parametrize(("finished_at", "commits"), [(10.49, True), (10.5, False), (11.5, False)])
 def test_a_read_counts_only_before_the_lease_less_a_margin(
-    finished_at: float, commits: bool, pulling: ReceiveTable
+    finished_at: float, commits: bool, reading: ReceiveTable
 ) -> None:
-    pulling.on_message(grant(), now=1.2)
-    actions = pulling.read_finished(1, now=finished_at)
+    reading.on_message(grant(), now=1.2)
+    actions = reading.read_finished(1, now=finished_at)
     assert (received(finished_at) in actions) == commits
     assert (RELEASED in actions) != commits
 
 
-def test_the_lease_counts_from_when_the_claim_was_sent_not_from_when_it_was_granted(pulling: ReceiveTable) -> None:
-    pulling.on_message(grant(), now=9.0)
-    assert pulling[1].granted_until == 10.5
+def test_the_lease_counts_from_when_the_claim_was_sent_not_from_when_it_was_granted(reading: ReceiveTable) -> None:
+    reading.on_message(grant(), now=9.0)
+    assert reading[1].granted_until == 10.5
 
 
-def test_a_read_that_takes_long_renews_and_may_then_finish_later(pulling: ReceiveTable) -> None:
-    pulling.on_message(grant(), now=1.2)
-    assert pulling.tick(now=5.9) == []
-    assert pulling.tick(now=6.0) == [SendToHolder(HOLDER, Renew(LEASE, READER, 2))]
-    pulling.on_message(grant(2), now=6.3)
-    assert received(15.4) in pulling.read_finished(1, now=15.4)
+def test_a_read_that_takes_long_renews_and_may_then_finish_later(reading: ReceiveTable) -> None:
+    reading.on_message(grant(), now=1.2)
+    assert reading.tick(now=5.9) == []
+    assert reading.tick(now=6.0) == [SendToHolder(HOLDER, Renew(LEASE, READER, 2))]
+    reading.on_message(grant(2), now=6.3)
+    assert received(15.4) in reading.read_finished(1, now=15.4)
 
 
-def test_an_unanswered_claim_is_sent_again_and_the_answer_tells_which_was_heard(pulling: ReceiveTable) -> None:
-    assert pulling.tick(now=2.0) == [SendToHolder(HOLDER, Claim(LEASE, READER, 2))]
-    pulling.on_message(grant(2), now=2.5)
-    assert pulling[1].granted_until == 11.5
+def test_an_unanswered_claim_is_sent_again_and_the_answer_tells_which_was_heard(reading: ReceiveTable) -> None:
+    assert reading.tick(now=2.0) == [SendToHolder(HOLDER, Claim(LEASE, READER, 2))]
+    reading.on_message(grant(2), now=2.5)
+    assert reading[1].granted_until == 11.5
 
 
-def test_a_grant_that_comes_twice_or_was_never_asked_for_is_stale(pulling: ReceiveTable) -> None:
-    pulling.on_message(grant(), now=1.2)
-    pulling.on_message(grant(), now=1.3)
-    pulling.on_message(grant(77), now=1.4)
-    assert pulling.stale_messages == 2
-    assert pulling[1].granted_until == 10.5
+def test_a_grant_that_comes_twice_or_was_never_asked_for_is_stale(reading: ReceiveTable) -> None:
+    reading.on_message(grant(), now=1.2)
+    reading.on_message(grant(), now=1.3)
+    reading.on_message(grant(77), now=1.4)
+    assert reading.stale_messages == 2
+    assert reading[1].granted_until == 10.5
 
 
-def test_a_lease_that_ends_before_the_read_quarantines_until_nothing_can_write(pulling: ReceiveTable) -> None:
-    pulling.on_message(grant(), now=1.2)
-    actions = pulling.tick(now=10.5)
+def test_a_lease_that_ends_before_the_read_quarantines_until_nothing_can_write(reading: ReceiveTable) -> None:
+    reading.on_message(grant(), now=1.2)
+    actions = reading.tick(now=10.5)
     assert "ended before the read did" in failed(actions)
     assert actions[1:] == [ABORT, StopReading(1)]
-    assert (pulling[1].state, pulling.num_quarantined_blocks) == (ReceiveState.QUARANTINED, 2)
-    assert pulling.read_released(1) == [RELEASED]
-    assert len(pulling) == 0
+    assert (reading[1].state, reading.num_quarantined_blocks) == (ReceiveState.QUARANTINED, 2)
+    assert reading.read_released(1) == [RELEASED]
+    assert len(reading) == 0
 
 
-def test_a_cancelled_read_that_finishes_after_all_frees_and_does_not_commit(pulling: ReceiveTable) -> None:
-    pulling.on_message(grant(), now=1.2)
-    assert pulling.cancel(1)[1:] == [ABORT, StopReading(1)]
-    assert pulling.cancel(1) == []
-    assert pulling.read_finished(1, now=2.0) == [RELEASED]
+def test_a_cancelled_read_that_finishes_after_all_frees_and_does_not_commit(reading: ReceiveTable) -> None:
+    reading.on_message(grant(), now=1.2)
+    assert reading.cancel(1)[1:] == [ABORT, StopReading(1)]
+    assert reading.cancel(1) == []
+    assert reading.read_finished(1, now=2.0) == [RELEASED]
 
 
 def test_what_was_never_begun_frees_at_once(table: ReceiveTable) -> None:
@@ -175,32 +175,32 @@ def test_a_peer_that_cannot_be_reached_fails_the_receive(table: ReceiveTable) ->
     assert actions[-1] == RELEASED
 
 
-def test_a_peer_that_left_fails_its_receives_and_is_told_since_it_may_be_alive(pulling: ReceiveTable) -> None:
-    assert pulling.peer_lost(EngineKey("prefill", 2), "another process") == []
-    assert pulling.peer_lost(HOLDER, "it left") == [Emit(ReceiveFailed(1, "it left")), ABORT, StopReading(1)]
+def test_a_peer_that_left_fails_its_receives_and_is_told_since_it_may_be_alive(reading: ReceiveTable) -> None:
+    assert reading.peer_lost(EngineKey("prefill", 2), "another process") == []
+    assert reading.peer_lost(HOLDER, "it left") == [Emit(ReceiveFailed(1, "it left")), ABORT, StopReading(1)]
 
 
-def test_a_refusal_fails_the_receive(pulling: ReceiveTable) -> None:
+def test_a_refusal_fails_the_receive(reading: ReceiveTable) -> None:
     assert "the offer has ended" in failed(
-        pulling.on_message(ClaimRefused(LEASE, READER, "the offer has ended"), now=1.5)
+        reading.on_message(ClaimRefused(LEASE, READER, "the offer has ended"), now=1.5)
     )
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_the_engine_is_told_whether_the_offer_had_just_ended(pulling: ReceiveTable, ended: bool) -> None:
-    actions = pulling.on_message(ClaimRefused(LEASE, READER, "why", offer_ended=ended), now=1.5)
+def test_the_engine_is_told_whether_the_offer_had_just_ended(reading: ReceiveTable, ended: bool) -> None:
+    actions = reading.on_message(ClaimRefused(LEASE, READER, "why", offer_ended=ended), now=1.5)
     assert Emit(ReceiveFailed(1, "the holder refused: why", offer_ended=ended)) in actions
 
 
-def test_a_withdrawal_is_answered_by_an_abort(pulling: ReceiveTable) -> None:
-    pulling.on_message(grant(), now=1.2)
-    assert ABORT in pulling.on_message(Withdrawn(LEASE, READER), now=1.5)
+def test_a_withdrawal_is_answered_by_an_abort(reading: ReceiveTable) -> None:
+    reading.on_message(grant(), now=1.2)
+    assert ABORT in reading.on_message(Withdrawn(LEASE, READER), now=1.5)
 
 
-def test_a_failed_read_stays_in_quarantine_until_it_is_released(pulling: ReceiveTable) -> None:
-    assert failed(pulling.read_failed(1, "link down")) == "the read failed: link down"
-    assert pulling.num_quarantined_blocks == 2
-    assert pulling.read_released(1) == [RELEASED]
+def test_a_failed_read_stays_in_quarantine_until_it_is_released(reading: ReceiveTable) -> None:
+    assert failed(reading.read_failed(1, "link down")) == "the read failed: link down"
+    assert reading.num_quarantined_blocks == 2
+    assert reading.read_released(1) == [RELEASED]
 
 
 @pytest.mark.parametrize(
@@ -214,18 +214,18 @@ def test_a_failed_read_stays_in_quarantine_until_it_is_released(pulling: Receive
     ids=["holder's epoch", "generation", "reader's epoch", "receive"],
 )
 def test_a_message_about_something_else_changes_nothing(
-    lease: LeaseKey, reader: ReaderKey, pulling: ReceiveTable
+    lease: LeaseKey, reader: ReaderKey, reading: ReceiveTable
 ) -> None:
     for message in (Granted(lease, reader, 1, 10.0, 3), ClaimRefused(lease, reader, "no"), Withdrawn(lease, reader)):
-        assert not [action for action in pulling.on_message(message, now=1.5) if isinstance(action, Emit)]
-    assert pulling[1].granted_until is None
-    assert pulling.stale_messages == 3
+        assert not [action for action in reading.on_message(message, now=1.5) if isinstance(action, Emit)]
+    assert reading[1].granted_until is None
+    assert reading.stale_messages == 3
 
 
-def test_a_grant_for_a_receive_that_is_over_lets_the_holder_go(pulling: ReceiveTable) -> None:
-    pulling.cancel(1)
-    pulling.read_released(1)
-    assert pulling.on_message(grant(), now=2.0) == [ABORT]
+def test_a_grant_for_a_receive_that_is_over_lets_the_holder_go(reading: ReceiveTable) -> None:
+    reading.cancel(1)
+    reading.read_released(1)
+    assert reading.on_message(grant(), now=2.0) == [ABORT]
 
 
 # ---------------------------------------------------------------------- offers that grow
@@ -333,6 +333,6 @@ def test_digests_that_do_not_come_are_asked_for_again(verifying: ReceiveTable) -
     assert "before it sent its digests" in failed(verifying.tick(now=10.5))
 
 
-def test_digests_that_nobody_asked_for_prove_nothing(pulling: ReceiveTable) -> None:
-    assert pulling.on_message(digests(1, 2), now=1.5) == []
-    assert pulling.stale_messages == 1
+def test_digests_that_nobody_asked_for_prove_nothing(reading: ReceiveTable) -> None:
+    assert reading.on_message(digests(1, 2), now=1.5) == []
+    assert reading.stale_messages == 1

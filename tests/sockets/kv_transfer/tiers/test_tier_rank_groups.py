@@ -14,7 +14,7 @@ from baton.engine.core.layout import CacheKind, CacheLayout, GroupLayout, KVLayo
 from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.core.tiers import Restored, Tier
 from baton.kv_transfer.errors import MalformedMessage, TransportError
-from baton.kv_transfer.group.rpc import GroupSocket
+from baton.kv_transfer.group.rpc import GroupRank, GroupSocket
 from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.group import MoveBlocks, OpenTiers, TierHandler, follow_tiers
 from baton.kv_transfer.tiers.store import TierStore
@@ -76,11 +76,9 @@ def two_ranks(
     socket = GroupSocket(2, "127.0.0.1", None)
     member = follow_tiers(
         memories[1].region,
+        GroupRank(1, 2, None),
         settings_of(folder, host if other_host is None else other_host),
-        rank=1,
-        num_ranks=2,
         leader=socket.address,
-        key=None,
         name=f"member-{next(_names)}",
         cpu_affinity="any",
     )

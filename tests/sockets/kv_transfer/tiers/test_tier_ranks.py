@@ -15,7 +15,7 @@ from baton.engine.core.tiers import Restored, Tier
 from baton.kv_transfer.channel import Channel, Route
 from baton.kv_transfer.codec import encode
 from baton.kv_transfer.errors import MalformedMessage, TransportError
-from baton.kv_transfer.group.rpc import GroupMember, GroupSocket, Join, MemberThread, TpCopyGroup
+from baton.kv_transfer.group.rpc import GroupMember, GroupRank, GroupSocket, Join, MemberThread, TpCopyGroup
 from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.group import MAX_MOVES, TIERS, MoveBlocks, OpenTiers, TierHandler, follow_tiers
 from baton.kv_transfer.tiers.store import TierStore, TierThreadDied
@@ -84,11 +84,9 @@ def a_store(pool: Pool, settings: TierSettings, socket: GroupSocket) -> TierStor
 def a_member(pool: Pool, settings: TierSettings, socket: GroupSocket) -> MemberThread:
     return follow_tiers(
         pool.region,
+        GroupRank(1, 2, None),
         settings,
-        rank=1,
-        num_ranks=2,
         leader=socket.address,
-        key=None,
         name=f"member-{next(_names)}",
         cpu_affinity="any",
     )
@@ -310,7 +308,7 @@ def another_rank(socket: GroupSocket, *, rank: int, num_ranks: int, fingerprint:
     def begin(channel: Channel, leader: Route) -> GroupMember:
         return GroupMember(handler, TIERS, rank=rank, fingerprint=fingerprint, channel=channel, leader=leader)
 
-    return MemberThread(begin, rank=rank, leader=socket.address, key=None, name=f"rank {rank}").start()
+    return MemberThread(begin, GroupRank(rank, num_ranks, None), leader=socket.address, name=f"rank {rank}").start()
 
 
 class TestOrders:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.kv_transfer.group.rpc import GroupRank
 from baton.kv_transfer.settings import TierSettings
 from baton.kv_transfer.tiers.group import follow_tiers
 
@@ -75,11 +76,9 @@ def follow(folder: Path, num_slots: int, what: str, address: str) -> None:
         limit_files(limit)
     member = follow_tiers(
         pool.region,
+        GroupRank(1, 2, None),
         TierSettings(disk_path=str(folder), disk_bytes=num_slots * pool.region.block_bytes),
-        rank=1,
-        num_ranks=2,
         leader=address,
-        key=None,
         name="rank 1",
         cpu_affinity="any",
     )
