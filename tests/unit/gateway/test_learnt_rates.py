@@ -156,7 +156,7 @@ def test_every_slow_link_is_tried_although_trials_of_another_cost_less(pairs: li
             for rank in {reader for _, reader in pairs}
         ]
         request = EngineRequest(request_id=str(number), prompt_token_ids=PROMPT, sampling=SamplingParams())
-        query = gateway.router.read(request)
+        query = gateway.router.query(request)
         route = gateway.router.route([*sources, *readers], query)
         assert route is not None
         if route.hands_off:
