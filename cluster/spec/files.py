@@ -21,6 +21,7 @@ from typing import Any
 import pydantic
 import yaml
 
+from baton.cluster.contracts import LoadBalancing
 from baton.engine.hf_config.errors import ModelNotFetched
 from baton.engine.hf_config.hub import Files, address_refusal, is_commit, is_hub_name
 from baton.engine.strict_model import describe
@@ -131,8 +132,12 @@ def load_specs(
 
 
 def _shared_ports(specs: Mapping[str, FleetSpec]) -> Iterator[str]:
-    """Describe applications whose gateways may be on one machine, where they would need the same port."""
-    for (one, first), (other, second) in itertools.combinations(specs.items(), 2):
+    """Describe applications whose gateways may be on one machine, where they would need the same port.
+
+    With `hybrid` and `external` load balancing the ranks decide on which machines gateways are.
+    """
+    anywhere = [(name, spec) for name, spec in specs.items() if spec.load_balancing is LoadBalancing.INTERNAL]
+    for (one, first), (other, second) in itertools.combinations(anywhere, 2):
         taken = first.gateway
         if (taken.port, taken.resources) == (second.gateway.port, second.gateway.resources):
             yield f"{other}: gateway.port: is {taken.port}, as that of {one}: give each application a port of its own"

@@ -14,11 +14,11 @@ MODEL = Path(__file__).parents[3] / "configs/demo/model"
 ONE = f"model: {MODEL}\nfleets: {{unified: {{}}}}\n"
 
 
-def application(name: str, fleets: str, *, prefix: str = "", gateway: str = "{}") -> str:
+def application(name: str, fleets: str, *, prefix: str = "", **others: str) -> str:
     """Return one application of a Serve config file, as YAML."""
-    args = f"{{model: {MODEL}, fleets: {fleets}, gateway: {gateway}}}"
+    args = ", ".join(f"{key}: {value}" for key, value in {"model": MODEL, "fleets": fleets, **others}.items())
     serves = f"route_prefix: /{prefix or name}\n  import_path: baton.cluster.app:build_app"
-    return f"- name: {name}\n  {serves}\n  args: {args}\n"
+    return f"- name: {name}\n  {serves}\n  args: {{{args}}}\n"
 
 
 NO_YAML = {
@@ -199,6 +199,8 @@ def test_gateways_of_two_applications_may_have_one_port_on_machines_of_their_own
     first = application("a", "{unified: {}}", gateway="{resources: {left: 0.01}}")
     second = application("b", "{unified: {}}", gateway="{resources: {right: 0.01}}")
     assert run("check", written(tmp_path, f"applications:\n{first}{second}")).exit_code == 0
+    beside_ranks = [application(name, "{unified: {}}", load_balancing="hybrid") for name in "ab"]
+    assert run("check", written(tmp_path, f"applications:\n{''.join(beside_ranks)}")).exit_code == 0
 
 
 def test_too_many_ranks_are_refused_before_they_are_placed(tmp_path: Path) -> None:
