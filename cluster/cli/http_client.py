@@ -304,6 +304,8 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, An
 def reason(url: str, error: httpx.HTTPError) -> str:
     """Describe the error of a request to `url` to its user."""
     if isinstance(error, httpx.HTTPStatusError):
+        if error.response.status_code == httpx.codes.UNAUTHORIZED:
+            return f"{url} answers with 401: give a key that it takes as --api-key"
         try:
             return str(error.response.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
