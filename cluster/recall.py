@@ -104,7 +104,8 @@ async def evaluate(
                     text, prompt_tokens, path = await server.ask(client, question)
                 except httpx.HTTPError as error:
                     tally.errors += 1
-                    progress.console.print(f"[red]{question.length} tokens: {error!r}")
+                    said = error.response.text if isinstance(error, httpx.HTTPStatusError) else repr(error)
+                    progress.console.print(f"{question.length} tokens: {said}", style="red", markup=False)
                 else:
                     tally.right += text.split() == question.answer.split()
                     tally.prompt_tokens.append(prompt_tokens)

@@ -118,7 +118,9 @@ def _speed_table(ranks: list[dict[str, Any]]) -> Table:
     for rank in ranks:
         times = _step_times(rank)
         prefill, decode = times.get("prefill"), times.get("decode")
-        tokens = MANY_TOKENS / (prefill["base_s"] + MANY_TOKENS * prefill["unit_s"]) if prefill else None
+        tokens = None
+        if prefill and prefill["unit_s"]:  # prompts that are all short do not tell it
+            tokens = MANY_TOKENS / (prefill["base_s"] + MANY_TOKENS * prefill["unit_s"])
         step_ms = 1e3 * (decode["base_s"] + decode["unit_s"]) if decode else None
         more_ms = 1e3 * decode["unit_s"] if decode and decode["unit_s"] else None
         shown = (
@@ -302,6 +304,8 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, An
 def reason(url: str, error: httpx.HTTPError) -> str:
     """Describe the error of a request to `url` to its user."""
     if isinstance(error, httpx.HTTPStatusError):
+        if error.response.status_code == httpx.codes.UNAUTHORIZED:
+            return f"{url} answers with 401: give a key that it takes as --api-key"
         try:
             return str(error.response.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):

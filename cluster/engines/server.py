@@ -204,7 +204,8 @@ class EngineServer:
                 self._abort_all_of(gateway)
                 self._publisher.publish(gateway)
             case GatewayLost():
-                logger.warning("gateway %r is gone: the connection to it broke, or missed heartbeats", gateway)
+                name = gateway.decode(errors="backslashreplace")
+                logger.warning("gateway %s is gone: the connection to it broke, or missed heartbeats", name)
                 self._publisher.unsubscribe(gateway)
                 self._end_all_of(gateway)
             case GatewayUnlisted():  # it stays subscribed: if it knew only of a full queue, it would never send again

@@ -33,6 +33,7 @@ from .sizing import (
     needs_of_worker,
 )
 
+GPU_SHARE = "gpu_memory_utilization"  # the setting by which KV blocks get what weights and steps leave
 CPU_KV_BYTES = 4 << 30  # at most, if no setting gives it
 DRIVER_BYTES = 2 << 30  # of a GPU's memory, for its context, captured steps and libraries; measured on an H200
 
@@ -205,6 +206,8 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
         sizes = divide_memory(caches, max(0, budget), steps.max_num_seqs, model.max_model_len)
     longest = longest_sequence(caches, sizes)
     max_model_len = min(model.max_model_len, longest)
+    if longest == 0 and setting != GPU_SHARE:
+        raise InvalidEngineConfig(setting, "is too small for the KV blocks of a sequence of any length: raise it")
     if longest == 0:
         raise InvalidEngineConfig(
             setting,
@@ -229,7 +232,7 @@ def _kv_budget(spec: FleetSpec, role: Role, machines: Machines, device: str, tak
     if device == "cpu":
         return CPU_KV_BYTES, "kv_cache_memory_bytes"
     total = usable_gpu_bytes(config, machines.gpu_memory_bytes)
-    return total - DRIVER_BYTES - taken, "gpu_memory_utilization"
+    return total - DRIVER_BYTES - taken, GPU_SHARE
 
 
 def _step_bytes(model: ModelConfig, config: EngineConfig, steps: StepSizes) -> int:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import pydantic
 import yaml
 
+from baton.cluster.contracts import LoadBalancing
 from baton.engine.hf_config.errors import ModelNotFetched
 from baton.engine.hf_config.hub import Files, address_refusal, is_commit, is_hub_name
 from baton.engine.strict_model import describe
@@ -49,7 +52,7 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
         raise InvalidSpec(f"the application must be a mapping with `model` and `fleets`, not {type(args).__name__}")
     model = args.get("model")
     is_name = isinstance(model, str) and not has_model(model) and is_hub_name(model)
-    if isinstance(model, str) and not is_name and (needs_model or has_model(model)):
+    if isinstance(model, str) and not is_name and (needs_model or has_model(model) or address_refusal(model)):
         args = {**args, "model": str(find_model_folder(model))}
     if isinstance(args.get("download_dir"), str):  # absolute, since other processes have other current folders
         args = {**args, "download_dir": str(Path(args["download_dir"]).expanduser().absolute())}
@@ -123,15 +126,29 @@ def load_specs(
         except InvalidSpec as error:
             whose = f"{name}: " if len(given) > 1 else ""
             problems += [whose + line for line in str(error).splitlines()]
+    problems += _shared_ports(specs)
     if problems:
         raise InvalidSpec("\n".join(problems))
     return specs
 
 
+def _shared_ports(specs: Mapping[str, FleetSpec]) -> Iterator[str]:
+    """Describe applications whose gateways may be on one machine, where they would need the same port.
+
+    With `hybrid` and `external` load balancing the ranks decide on which machines gateways are.
+    """
+    anywhere = [(name, spec) for name, spec in specs.items() if spec.load_balancing is LoadBalancing.INTERNAL]
+    for (one, first), (other, second) in itertools.combinations(anywhere, 2):
+        taken = first.gateway
+        if (taken.port, taken.resources) == (second.gateway.port, second.gateway.resources):
+            yield f"{other}: gateway.port: is {taken.port}, as that of {one}: give each application a port of its own"
+
+
 class _Application(pydantic.BaseModel):
     """One application of a Serve config file, with the keys that Baton reads; Serve checks the others."""
 
-    name: str = "default"  # Serve's default
+    name: str = "default"  # Serve's default, as is the next one's
+    route_prefix: str | None = "/"
     import_path: str
     args: dict[str, Any] = {}
     deployments: list[dict[str, Any]] = []
@@ -158,9 +175,10 @@ def _applications_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         applications = _ServeFile.model_validate(content).applications
     except pydantic.ValidationError as error:
         raise InvalidSpec(describe(error)) from None
-    names = [each.name for each in applications]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidSpec(f"applications: two are named {twice!r}; give each a `name` of its own")
+    if name := _repeated(each.name for each in applications):
+        raise InvalidSpec(f"applications: two are named {name!r}; give each a `name` of its own")
+    if prefix := _repeated(each.route_prefix for each in applications):
+        raise InvalidSpec(f"applications: two have the route_prefix {prefix!r}; give each a `route_prefix` of its own")
     ours = [each for each in applications if each.import_path == IMPORT_PATH]
     if not ours:
         raise InvalidSpec(f"applications: none has import_path {IMPORT_PATH}, which is Baton's")
@@ -173,6 +191,11 @@ def _applications_of(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if problems:
         raise InvalidSpec("\n".join(problems))
     return changed
+
+
+def _repeated(values: Iterable[str | None]) -> str | None:
+    """Return the first text that occurs twice; None if there is none."""
+    return next((value for value, count in Counter(values).items() if value is not None and count > 1), None)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

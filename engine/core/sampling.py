@@ -56,6 +56,8 @@ def _decoded_values(params: msgspec.Struct, where: str = "") -> dict[str, Any]:
             value = as_decoded(value, f"{name}.")
         try:
             values[field.name] = msgspec.convert(_plain(value), field.type)
+        except UnicodeEncodeError:
+            raise InvalidSamplingParams(name, "is not valid text: it holds half a surrogate pair") from None
         except msgspec.ValidationError as error:
             if isinstance(error.__cause__, InvalidSamplingParams):
                 raise error.__cause__ from None
@@ -69,6 +71,9 @@ _fields = functools.cache(msgspec.structs.fields)  # cached, because it evaluate
 
 
 def _plain(value: Any) -> Any:
+    """Return the value in Python's own types. Raises `UnicodeEncodeError` for half a surrogate pair."""
+    if isinstance(value, str):
+        value.encode()
     if hasattr(value, "tolist"):  # numpy arrays and torch tensors
         return value.tolist()
     if isinstance(value, dict):

@@ -64,7 +64,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not path.is_file():
         raise InvalidModelConfig(
             f"{str(folder)!r} has no {name}: a model is given as a local folder with config.json and *.safetensors "
-            "(`hf download NAME --local-dir FOLDER` fetches one)"
+            "or by its name on the Hub, such as Qwen/Qwen3-0.6B"
         )
     try:
         value = json.loads(path.read_bytes())

@@ -102,7 +102,7 @@ class PromptReader:
         for key in ("prompt", "cache_salt"):
             if not isinstance(given.get(key, ""), str):
                 raise InvalidPrompt(f"{where}[{key!r}] is of type {type(given[key]).__name__}: it must be text")
-        _require_text(f"{where}['cache_salt']", given.get("cache_salt", ""))
+        require_text(f"{where}['cache_salt']", given.get("cache_salt", ""))
         text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
         at = f"{where}['prompt_token_ids']"
         ids = self._encode(where, cast(str, text)) if token_ids is None else _token_ids(at, token_ids)
@@ -115,11 +115,11 @@ class PromptReader:
         return [] if prediction is None else _token_ids(at, prediction)
 
     def _encode(self, where: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        _require_text(where, text)
+        require_text(where, text)
         return self.tokenizer().encode(text, add_special_tokens)
 
 
-def _require_text(where: str, text: str) -> None:
+def require_text(where: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -41,6 +41,7 @@ from .arguments import (
     refuse_unsupported,
     require_flag,
     require_template_for_tools,
+    require_text,
     require_tools,
     template_variables,
 )
@@ -53,7 +54,7 @@ class GenerationFailed(RuntimeError):
     """The engine could not serve prompt `request_id`; `kind` classifies the error."""
 
     def __init__(self, request_id: str, error: EngineError) -> None:
-        super().__init__(f"prompt {request_id}: {error.text}")
+        super().__init__(f"request {request_id}: {error.text}")
         self.request_id = request_id
         self.kind = error.kind
 
@@ -175,7 +176,7 @@ class LLM:
         prompts: list[Prompt] = []
         conversations = as_conversations(messages)
         predictions = predictions_for_each(prediction, len(conversations))
-        for conversation, expected in zip(conversations, predictions, strict=True):
+        for index, (conversation, expected) in enumerate(zip(conversations, predictions, strict=True)):
             chat = {
                 "messages": conversation,
                 "tools": tools,
@@ -184,6 +185,7 @@ class LLM:
                 **variables,
             }
             text = tokenizer.render_chat(**chat)
+            require_text(f"conversation {index}", text)
             prompt = ChatPrompt(text) if special_tokens_in_messages else tokenizer.guard_chat(text, **chat)
             token_ids = tokenizer.encode_chat(prompt)
             prompts.append({"prompt": text, "prompt_token_ids": token_ids, "prediction": expected})
@@ -200,20 +202,21 @@ class LLM:
         require_flag("use_tqdm", use_tqdm, "; a bar of another kind is not drawn")
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         requests = [
-            self._request(self._prompts.read(index, prompt), params)
+            self._request(index, self._prompts.read(index, prompt), params)
             for index, (prompt, params) in enumerate(zip(prompts, one_for_each(params, len(prompts)), strict=True))
         ]
         with prompts_bar(len(requests)) if use_tqdm else nullcontext() as bar:
             self._run(requests, bar)
         return [request.output for request in requests]
 
-    def _request(self, prompt: ReadPrompt, params: SamplingParams) -> _Request:
+    def _request(self, index: int, prompt: ReadPrompt, params: SamplingParams) -> _Request:
         if params.stop and (self.tokenizer is None or not params.detokenize):
             raise InvalidSamplingParams("stop", "needs text: a tokenizer, and detokenize=True")
         if params.bad_words:
             words = bad_word_token_ids(self.get_tokenizer(), params.bad_words)
             params = msgspec.structs.replace(params, bad_words_token_ids=[*params.bad_words_token_ids, *words])
         return _Request(
+            index=index,
             output=RequestOutput(str(next(self._ids)), prompt.text, prompt.token_ids),
             params=params,
             seed=self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed,
@@ -266,7 +269,7 @@ class LLM:
         request, continuation = running[step.request_id]
         if step.error is not None:
             if step.error.kind in (ErrorKind.INVALID, ErrorKind.TOO_LONG):
-                raise InvalidPrompt(f"prompt {request.output.request_id}: {step.error.text}")
+                raise InvalidPrompt(f"prompts[{request.index}]: {step.error.text}")
             raise GenerationFailed(request.output.request_id, step.error)
         if step.prompt_logprobs is not None:
             entries = [logprob_dict(entry, self.tokenizer) for entry in step.prompt_logprobs]
@@ -286,6 +289,7 @@ class LLM:
 class _Request:
     """A prompt that is being served: `n` engine requests, `n` continuations."""
 
+    index: int  # of the prompt in its call
     output: RequestOutput
     params: SamplingParams
     seed: int

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 NICENESS = 5  # an engine on the same cores has priority
 _MOST_THREADS = 8
-_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)  # time and source line in xgrammar's messages
+# Time, source line and failed condition in xgrammar's messages.
+_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.+?\) is false: )?", re.MULTILINE)
 _OUT_OF_MEMORY = "bad_alloc"
 _REASON_CHARS = 500  # maximal length of a refusal's reason, which may quote a grammar
 _WARNING = re.compile(r"Warning: (.*)")
@@ -119,7 +120,7 @@ def compile_within(compiler: xgrammar.GrammarCompiler, asked: StructuredOutputsP
 
 
 def _reason(error: Exception) -> str:
-    """Return xgrammar's message without its source position and final full stops, to be used within a sentence."""
+    """Return xgrammar's message without its place in the source and final full stops, to be used within a sentence."""
     return _cut(_SOURCE.sub("", str(error)).strip().rstrip(".")) or "it is malformed"
 
 

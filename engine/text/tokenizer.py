@@ -68,7 +68,8 @@ class Tokenizer:
         """
         folder = Path(path)
         if not folder.is_dir():
-            raise TokenizerError(f"{folder} is not a folder; give the folder of a model that holds a tokenizer.json")
+            advice = "give one of a model, with a tokenizer.json, or a name on the Hub, such as Qwen/Qwen3-0.6B"
+            raise TokenizerError(f"{folder} is not a folder; {advice}")
         # Older multimodal folders have the template of their processor in a file of its own, and may have no other.
         config = _read_json(folder / "chat_template.json") | _read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)

@@ -30,6 +30,7 @@ from .requests import LoadRequest, load_requests, paced
 
 TIMEOUT_S = 600.0
 READY_PERIOD_S = 1.0  # between two checks of whether the server is ready
+SAID_CHARS = 500  # of an answer of the server that a message quotes
 
 
 class _Usage(msgspec.Struct):
@@ -118,6 +119,9 @@ async def _measure(load: ServeLoad) -> list[dict[str, Any]]:
                 plans.append((level, await load_requests(dataclasses.replace(level, seed=level.seed + number), tokens)))
         except msgspec.MsgspecError as error:
             raise ServerUnfit(f"{load.server} answers, but not as OpenAI's API says ({error}): {ANOTHERS}") from error
+        except aiohttp.ClientResponseError as error:
+            url = error.request_info.url
+            raise ServerUnfit(f"{url} answers with {error.status}, not as OpenAI's API says: {ANOTHERS}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
                 raise ServerUnfit(no_answer(load.server, error.os_error)) from error
@@ -227,7 +231,11 @@ class _ServersTokens:
         async with self._client.post(self._load.at(route), json={"model": self._model, **body}) as answer:
             _check_key(answer, self._load)
             if 400 <= answer.status < 500:
-                raise ServerUnfit(f"{url} has no {route} (status {answer.status}): name the model with --tokenizer")
+                said = (await answer.text())[:SAID_CHARS]
+                raise ServerUnfit(
+                    f"{url} answers {route} with status {answer.status}: {said}\n"
+                    "If it has no such route, name the model with --tokenizer"
+                )
             answer.raise_for_status()
             return await answer.read()
 

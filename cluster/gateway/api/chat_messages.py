@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
@@ -34,9 +34,13 @@ class TextPart(ReplayedModel):
     text: str
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
 def _json_object(value: str) -> str:
     try:
-        read = json.loads(value)
+        read = json.loads(value, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         read = None
     if not isinstance(read, dict):

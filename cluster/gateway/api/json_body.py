@@ -21,8 +21,8 @@ MAX_KEY_CHARS = 4096
 MAX_DEPTH = 128
 MAX_DIGITS = 308  # of an integer: it is then less than the largest double
 
-# In a text without a match, nesting is the only possible fault.
-_SUSPECT = re.compile(rb"\\u[dD]|\d{%d}|\d[eE]\+?\d{3}" % (MAX_DIGITS + 1))
+# In a text without a match, nesting is the only possible fault: an exponent of two digits adds 99 digits at most.
+_SUSPECT = re.compile(rb"\\u[dD]|\d{%d}|\d[eE]\+?\d{3}" % (MAX_DIGITS + 1 - 99))
 
 JsonPath = tuple[str | int, ...]  # keys and indices from the top
 

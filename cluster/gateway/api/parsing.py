@@ -228,16 +228,16 @@ class ApiFields:
     tool_names: Mapping[str, str] = field(default_factory=dict)  # the same for the fields of a tool's function
 
     def parse(self, kind: type[RequestT], data: dict[str, Any]) -> RequestT:
-        """Validate a body; null fields count as absent. Raises `ApiError` (400) that names the first invalid field."""
+        """Validate a body. Raises `ApiError` (400) that names the first invalid field."""
         for theirs, ours in self.renamed.items():
             if data.get(theirs) is not None:
                 raise bad_request(theirs, f"{theirs!r} is called {ours!r} here.", "unknown_parameter")
-        asked = {key: value for key, value in data.items() if not self._asks_for_nothing(kind, key, value)}
+        asked = {key: value for key, value in data.items() if not self._asks_for_nothing(key, value)}
         return parse_request(kind, asked)
 
-    def _asks_for_nothing(self, kind: type[BaseModel], key: str, value: Any) -> bool:
+    def _asks_for_nothing(self, key: str, value: Any) -> bool:
         if key not in self.refused:
-            return value is None and key in kind.model_fields
+            return False
         nothing, advice = self.refused[key]
         if equals_any(value, nothing):
             return True

@@ -17,6 +17,8 @@ TEXT_ALONE = ". This server reads text only"  # advice in errors about images, a
 # Names of JSON's types; `bool` comes before `int`, of which it is a subclass.
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
 
+_NULL = {"type": "null"}
+
 
 class FieldError(ValueError):
     """An error in a field inside the value that a validator checks. The message is written after the field's name."""
@@ -27,9 +29,31 @@ class FieldError(ValueError):
 
 
 class RequestModel(BaseModel):
-    """A model that accepts no strings or booleans as numbers, and no unknown fields."""
+    """A model that accepts no strings or booleans as numbers, and no unknown fields.
+
+    An optional field that is null counts as absent, as in OpenAI's API.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Add to the schema that optional fields may be null."""
+        described = handler(schema)
+        model = handler.resolve_ref_schema(described)
+        for name, field in model["properties"].items():
+            if name not in model.get("required", ()) and _NULL not in field.get("anyOf", ()):
+                default = field.pop("default")
+                model["properties"][name] = {"anyOf": [field, _NULL], "default": default}
+        return described
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        optional = {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {key: field for key, field in value.items() if field is not None or key not in optional}
 
 
 class ReplayedModel(RequestModel):
@@ -38,14 +62,8 @@ class ReplayedModel(RequestModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Add to the schema that null fields are ignored."""
-        described = handler(schema)
-        model = handler.resolve_ref_schema(described)
-        null = {"type": "null"}
-        for name, field in model["properties"].items():
-            if name not in model.get("required", ()):
-                default = field.pop("default")
-                model["properties"][name] = {"anyOf": [field, null], "default": default}
-        model["additionalProperties"] = null
+        described = super().__get_pydantic_json_schema__(schema, handler)
+        handler.resolve_ref_schema(described)["additionalProperties"] = _NULL
         return described
 
     @model_validator(mode="before")

@@ -47,6 +47,7 @@ async def client(source: ListedSource) -> AsyncIterator[ZmqEngineClient]:
 def stranger(served: tuple[EngineServer, EngineRecord]) -> Iterator[zmq.Socket]:
     """Open a socket that has the cluster key but may send any bytes."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, b"stranger")
     KEY.secure_client(socket)
     socket.connect(served[1].address)
     yield socket

@@ -237,6 +237,7 @@ def test_status_shows_what_engines_measured() -> None:
     for times, shown in (
         ({"prefill": {"base_s": 0.0, "unit_s": 5e-5}, "decode": decode}, ["unified-a", "20,000", "5.0", "1.000"]),
         ({"prefill": None, "decode": {"base_s": 0.005, "unit_s": 0.0}}, ["unified-a", "?", "5.0", "?"]),
+        ({"prefill": {"base_s": 0.001, "unit_s": 0.0}, "decode": decode}, ["unified-a", "?", "5.0", "1.000"]),
         ({"prefill": None, "decode": None}, None),
     ):
         told = io.StringIO()

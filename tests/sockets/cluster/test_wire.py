@@ -238,7 +238,10 @@ async def test_gateways_hear_how_transfers_go(source: ListedSource) -> None:
 
 
 async def test_a_gateway_whose_connection_breaks_has_its_requests_aborted(
-    stranger: zmq.Socket, engine: CountingEngine, served: tuple[EngineServer, EngineRecord]
+    stranger: zmq.Socket,
+    engine: CountingEngine,
+    served: tuple[EngineServer, EngineRecord],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine.hold.clear()
     for message in (Hello(epoch=1), Submit(1, make_request("b", max_tokens=10**9))):
@@ -249,6 +252,7 @@ async def test_a_gateway_whose_connection_breaks_has_its_requests_aborted(
     served[0].wake()
     await until(lambda: "b" in engine.aborted)
     assert served[0].counters.undeliverable_messages >= 1
+    assert "gateway stranger is gone: the connection to it broke" in caplog.text
 
 
 async def test_a_gateway_that_ends_ends_the_streams_of_its_requests(

@@ -50,7 +50,7 @@ async def test_without_a_gateway_the_json_output_is_empty(start: Callable[..., S
         taken = await status(url, "--json", "--api-key", "secret")
     gone = await status(url, "--json")
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert "key" in refused.stderr.lower()
+    assert "give a key that it takes as --api-key" in refused.stderr
     assert (gone.returncode, gone.stdout) == (1, "")
     assert f"no answer from {url}" in gone.stderr
     assert taken.returncode == 0
@@ -78,6 +78,26 @@ async def test_a_server_that_is_no_gateway_is_an_error(command: str, said: str) 
         done = await asyncio.to_thread(run_baton, *command.split(), "--url", url)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"error: {said.format(url)}" in done.stderr
+
+
+async def test_a_server_without_the_route_is_an_error() -> None:
+    async def find_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(find_nothing, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        done = await asyncio.to_thread(run_baton, "bench", "serve", "--url", url)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"error: {url}/v1/models answers with 404, not as OpenAI's API says" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["eval recall --samples 1 --lengths 64", "bench serve --num-prompts 1"])
+async def test_a_refusal_is_shown_as_the_server_words_it(service: Service, command: str) -> None:
+    async with service.over_tcp() as url:
+        done = await asyncio.to_thread(run_baton, *command.split(), "--url", url, "--model", "another")
+    assert "The model 'another' does not exist" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["status", "top", "chat", "eval recall", "bench serve"])

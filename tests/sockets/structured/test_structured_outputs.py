@@ -138,6 +138,12 @@ def test_a_wrong_grammar_is_refused_with_the_compilers_message(structured_llm: L
         structured_llm.generate([PROMPTS[0]], params, use_tqdm=False)
 
 
+def test_the_compilers_message_has_nothing_of_its_source(structured_llm: LLM) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag="{}"))
+    with pytest.raises(InvalidPrompt, match="structural_tag cannot be compiled: Invalid structural tag"):
+        structured_llm.generate([PROMPTS[0]], params, use_tqdm=False)
+
+
 def test_without_a_tokenizer_there_are_no_grammars(make_structured_llm: Callable[..., LLM]) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     with make_structured_llm(skip_tokenizer_init=True) as llm, pytest.raises(InvalidPrompt, match="no tokenizer"):

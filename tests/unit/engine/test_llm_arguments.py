@@ -60,6 +60,12 @@ def test_what_is_no_prompt_is_refused_by_what_it_is_and_where(text_llm: LLM, pro
         text_llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
+def test_a_prompt_that_the_engine_refuses_is_named_by_its_place_in_the_call(llm: LLM) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidPrompt, match=r"^prompts\[1\]: token id 99999 "):
+            llm.generate([IDS, [99_999]], GREEDY, use_tqdm=False)
+
+
 def test_token_ids_may_be_those_of_other_libraries(llm: LLM) -> None:
     expected = llm.generate(IDS, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     array = np.array(IDS)
@@ -79,6 +85,12 @@ def test_token_ids_may_be_those_of_other_libraries(llm: LLM) -> None:
         (SamplingParams(n=1.5), "n: Expected `int`, got `float`"),  # type: ignore[arg-type]
         (SamplingParams(detokenize="no"), "detokenize: Expected `bool`, got `str`"),  # type: ignore[arg-type]
         (SamplingParams(stop_token_ids=[1, "2"]), r"stop_token_ids\[1\]: Expected `int`"),  # type: ignore[list-item]
+        (SamplingParams(bad_words=["a", "\ud800"]), "bad_words: is not valid text"),
+        (SamplingParams(stop=["\ud800"]), "stop: is not valid text"),
+        (
+            SamplingParams(structured_outputs=StructuredOutputsParams(choice=["\ud800"])),
+            "structured_outputs.choice: is not valid text",
+        ),
         (SamplingParams(structured_outputs={"regex": 5}), r"structured_outputs.regex: Expected"),  # type: ignore[arg-type]
         (
             SamplingParams(structured_outputs=StructuredOutputsParams(choice="yes")),
@@ -162,6 +174,12 @@ def test_vllms_arguments_of_a_call_are_taken_where_they_ask_for_nothing(text_llm
 def test_what_is_no_conversation_is_refused_by_what_it_is(text_llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidMessages, match=r"messages hold a (NoneType|str|int): give a list of messages"):
         text_llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+def test_a_message_that_is_no_text_is_refused(text_llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in ("hi", "half \ud800 a character")]
+    with pytest.raises(InvalidPrompt, match="conversation 1 is not valid text: half a surrogate pair"):
+        text_llm.chat(conversations, GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

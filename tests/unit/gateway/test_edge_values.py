@@ -111,3 +111,32 @@ NULLS: dict[str, tuple[dict[str, Any], str]] = {
 async def test_nulls_in_items_are_named(service: Service, item: dict[str, Any], param: str) -> None:
     answer = await service.http.post("/v1/responses", json={"model": "tiny", "input": [item]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def optional_fields(service: Service, path: str) -> list[str]:
+    """Return the fields of a request that the API's document does not require."""
+    document = (await service.http.get("/openapi.json")).json()
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    described = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    return [name for name in described["properties"] if name not in described["required"]]
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/v1/messages"])
+async def test_an_optional_field_that_is_null_counts_as_absent(service: Service, path: str) -> None:
+    body = BODIES.get(path, {"messages": [USER], "max_tokens": 2})
+    nulls = dict.fromkeys(await optional_fields(service, path))
+    assert {"ignore_eos", "priority", "skip_special_tokens", "baton_timeline"} <= nulls.keys()
+    answer = await service.http.post(path, json={"model": "tiny", **nulls, **body})
+    assert answer.status_code == 200, answer.text
+    assert "timeline" not in answer.text
+
+
+async def test_nulls_within_a_field_count_as_absent(service: Service) -> None:
+    options = await service.http.get("/openapi.json")
+    nulls = dict.fromkeys(options.json()["components"]["schemas"]["StreamOptions"]["properties"])
+    assert {"include_usage", "continuous_usage_stats", "resumable"} <= nulls.keys()
+    body = {"model": "tiny", "prompt": "hello", "stream": True, "stream_options": nulls}
+    answer = await service.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert "usage" not in answer.text
+    assert "id: " not in answer.text

@@ -14,9 +14,11 @@ MODEL = Path(__file__).parents[3] / "configs/demo/model"
 ONE = f"model: {MODEL}\nfleets: {{unified: {{}}}}\n"
 
 
-def application(name: str, fleets: str) -> str:
+def application(name: str, fleets: str, *, prefix: str = "", **others: str) -> str:
     """Return one application of a Serve config file, as YAML."""
-    return f"- name: {name}\n  import_path: baton.cluster.app:build_app\n  args: {{model: {MODEL}, fleets: {fleets}}}\n"
+    args = ", ".join(f"{key}: {value}" for key, value in {"model": MODEL, "fleets": fleets, **others}.items())
+    serves = f"route_prefix: /{prefix or name}\n  import_path: baton.cluster.app:build_app"
+    return f"- name: {name}\n  {serves}\n  args: {{{args}}}\n"
 
 
 NO_YAML = {
@@ -174,6 +176,31 @@ def test_two_applications_of_one_name_are_refused(tmp_path: Path) -> None:
     twice = application("a", "{unified: {}}") * 2
     said = "applications: two are named 'a'; give each a `name` of its own"
     check_it_is_refused(written(tmp_path, f"applications:\n{twice}"), said)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"prefix": "x"}, {"prefix": "x"}, "applications: two have the route_prefix '/x'; give each a `route_prefix`"),
+        ({}, {}, "b: gateway.port: is 8000, as that of a: give each application a port of its own"),
+        ({"gateway": "{port: 81}"}, {"gateway": "{port: 81}"}, "b: gateway.port: is 81, as that of a"),
+    ],
+)
+def test_two_applications_of_one_route_or_port_are_refused(
+    tmp_path: Path, first: dict[str, str], second: dict[str, str], said: str
+) -> None:
+    both = application("a", "{unified: {}}", **first) + application("b", "{unified: {}}", **second)
+    done = run("check", written(tmp_path, f"applications:\n{both}"))
+    assert done.exit_code == 1
+    assert said in done.output
+
+
+def test_gateways_of_two_applications_may_have_one_port_on_machines_of_their_own(tmp_path: Path) -> None:
+    first = application("a", "{unified: {}}", gateway="{resources: {left: 0.01}}")
+    second = application("b", "{unified: {}}", gateway="{resources: {right: 0.01}}")
+    assert run("check", written(tmp_path, f"applications:\n{first}{second}")).exit_code == 0
+    beside_ranks = [application(name, "{unified: {}}", load_balancing="hybrid") for name in "ab"]
+    assert run("check", written(tmp_path, f"applications:\n{''.join(beside_ranks)}")).exit_code == 0
 
 
 def test_too_many_ranks_are_refused_before_they_are_placed(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_without_weights_the_other_checks_still_run(folder: Path, monkeypatch: p
 def test_an_address_of_an_object_store_is_refused_with_what_to_do(tmp_path: Path, address: str) -> None:
     file = tmp_path / "app.yaml"
     file.write_text(f"model: {address}\nfleets: {{unified: {{}}}}\n")
-    for words in (["serve", address], ["serve", "--config", str(file)], ["plan", str(file)]):
+    for words in (["serve", address], ["serve", "--config", str(file)], ["plan", str(file)], ["check", str(file)]):
         done = baton(*words)
         assert done.exit_code != 0
         assert f"{address!r} is an address" in done.output

@@ -153,7 +153,9 @@ def test_a_file_may_hold_applications_or_the_arguments_of_one(model: str, tmp_pa
     assert list(specs_in_file(file)) == ["baton"]
     ours = {"import_path": "baton.cluster.app:build_app", "args": args}
     theirs = {"name": "theirs", "import_path": "other.package:app", "args": {"anything": 1}}
-    file.write_text(yaml.safe_dump({"applications": [{"name": "a", **ours}, {"name": "b", **ours}, theirs]}))
+    second = {**ours, "route_prefix": "/b", "args": {**args, "gateway": {"port": 8010}}}
+    theirs["route_prefix"] = None
+    file.write_text(yaml.safe_dump({"applications": [{"name": "a", **ours}, {"name": "b", **second}, theirs]}))
     assert list(specs_in_file(file)) == ["a", "b"]
 
 
