@@ -19,7 +19,7 @@ from baton.engine.startup.weight_counts import weight_bytes_of_rank
 from baton.engine.worker.backends import Backend
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cuda import CudaBackend
-from baton.engine.worker.backends.guesses.models import _MOST_UNREAD
+from baton.engine.worker.backends.guesses.models import MOST_UNREAD
 from baton.engine.worker.shapes import CpuShapes, CudaShapes
 
 from ...helpers.checkpoints import write_checkpoint
@@ -270,7 +270,7 @@ def test_prompts_are_read_at_once_beside_decodes_which_are_not_until_they_are_ma
         num_runs = rows.step(_chunk(0, 7 + number), _chunk(1, 9 + number))
         computed = rows.runner.tables.computed.tensor[0, :2]
         num_unread = int((computed - torch.tensor(rows.num_read())).sum())
-        assert num_unread < 2 * _MOST_UNREAD
+        assert num_unread < 2 * MOST_UNREAD
         if num_runs:
             assert num_unread == 0
             break

@@ -14,7 +14,7 @@ from ...shapes import StepShape
 from .. import Model, StepParts
 from .base import Guesser, Placed
 
-_MOST_UNREAD = 32  # tokens of each sequence, on average, that a draft model leaves unread while nothing needs them
+MOST_UNREAD = 32  # tokens of each sequence, on average, that a draft model leaves unread while nothing needs them
 
 
 class ReadSize(NamedTuple):
@@ -40,7 +40,7 @@ class ModelGuesser(Guesser):
 
     * before it guesses: then the token drawn last as well, which gives the first guess;
     * of prompts, since their blocks may be handed over or be prefix hits;
-    * if so many are unread (`_MOST_UNREAD`) that a later step would have to wait for them.
+    * if so many are unread (`MOST_UNREAD`) that a later step would have to wait for them.
 
     The device knows how many tokens of each row are read (`RowTables.read`); the host, which does not wait for it,
     knows how many may be unread (`RowTables.unread`). Each data-parallel rank has a whole draft model, and does not
@@ -74,7 +74,7 @@ class ModelGuesser(Guesser):
     def _first_due(self, batch: Batch, num_guesses: int) -> int:
         """Return the first of the sequences that must be read; those of prompts are the last ones of a step."""
         tables, rows = self._parts.tables, batch.rows
-        most = min(_MOST_UNREAD * len(rows), self._parts.limits.max_num_batched_tokens)
+        most = min(MOST_UNREAD * len(rows), self._parts.limits.max_num_batched_tokens)
         if num_guesses or sum(tables.unread[row] for row in rows) >= most:
             return 0
         reading = (i for i, start in enumerate(batch.starts) if start < tables.num_known[rows[i]])
