@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -167,7 +168,7 @@ class StagedMachine(RuleBasedStateMachine):
             assert gpu.num_free == (NUM_BUFFERS, NUM_BUFFERS), name
 
 
-TestStaged = StagedMachine.TestCase
+TestStaged = pytest.mark.slow(StagedMachine.TestCase)
 TestStaged.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
