@@ -86,11 +86,14 @@ class EngineMachine(RuleBasedStateMachine):
         sampling=samplings(),
         missing=st.integers(1, 3),
         output=st.one_of(TOKENS.map(lambda token: [token]), st.lists(TOKENS, min_size=1, max_size=26)),
+        unit=st.sampled_from([1, 1, 4, 8]),
     )
-    def add_after_a_handoff(self, prompt: list[int], sampling: SamplingParams, missing: int, output: list[int]) -> None:
+    def add_after_a_handoff(
+        self, prompt: list[int], sampling: SamplingParams, missing: int, output: list[int], unit: int
+    ) -> None:
         """Continue an answer whose KV another engine has, all of it or without the last few tokens."""
         tokens = [*prompt, *output]
-        received = tokens[: max(1, len(tokens) - missing)]
+        received = tokens[: max(1, (len(tokens) - missing) // unit * unit)]
         self.engine.add(
             EngineRequest(
                 request_id=self.new_id(),
