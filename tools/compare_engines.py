@@ -27,6 +27,7 @@ results goes to `--out` as it comes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -175,8 +176,11 @@ class Started:
     def figures(self) -> dict[str, float] | None:
         """Measure; None if the process ends without figures."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{GO}\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(f"{GO}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:  # it ended while it waited
+            return None
         for line in self.lines():
             if line.startswith("{"):
                 found: dict[str, float] = json.loads(line)
@@ -184,7 +188,8 @@ class Started:
         return None
 
     def end(self) -> None:
-        if self.process.stdin is not None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what it was not told any more
             self.process.stdin.close()
         try:
             self.process.wait(60)
@@ -216,7 +221,9 @@ def table(path: Path) -> str:
     """Return the figures as Markdown: for each model Baton, vLLM, and how many times better Baton is."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    found = {(row["model"], row["engine"]): row for row in rows}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:  # a later figure takes the place of an earlier one
+        found.setdefault((row["model"], row["engine"]), {}).update(row)
     names = list(dict.fromkeys(name for row in rows for name in row if name.endswith(("_s", "_ms", "_length"))))
     lines = [["", *(cell for model in models for cell in (f"{model}: Baton", "vLLM", "ratio"))]]
     lines.append(["---", *["--:"] * 3 * len(models)])
@@ -227,9 +234,15 @@ def table(path: Path) -> str:
             ratio = ours / theirs if ours and theirs else None
             if ratio is not None and not name.endswith(("tok_s", "_length")):
                 ratio = 1 / ratio
-            cells += ["-" if value is None else f"{value:,.4g}" for value in (ours, theirs, ratio)]
+            cells += [shown(value) for value in (ours, theirs, ratio)]
         lines.append(cells)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def shown(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 STANDARD_DEVIATION = 0.02
+DUMMY_ONLY = {"quantization_config", "num_nextn_predict_layers"}  # fields of shapes for which no weights are written
 SPECIAL = ("<unk>", "<s>", "</s>")
 COMMON: dict[str, Any] = {
     "hidden_act": "silu",
@@ -240,7 +241,10 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := sorted(set(given.shapes) - set(SHAPES)):
         parser.error(f"no shape {', '.join(unknown)}: choose from {', '.join(SHAPES)}")
-    for name in given.shapes or SHAPES:
+    names = given.shapes or list(SHAPES)
+    if given.weights and (dummy := [name for name in names if not DUMMY_ONLY.isdisjoint(SHAPES[name])]):
+        parser.error(f"--weights: transformers writes no quantized weights and no draft layers, as {dummy} would need")
+    for name in names:
         write_config(given.folder / name, SHAPES[name])
         if given.weights:
             write_weights(given.folder / name)

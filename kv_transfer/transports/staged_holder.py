@@ -1,9 +1,10 @@
 """The holder's side of staged reads: it copies ranges of its memory into bounce buffers, which readers read.
 
-Fill ──> waits for a free buffer ──> copied ──Filled──> read by its reader ──Free, or silence──> free
+Fill ──> waits for a free buffer ──> copied ──Filled──> read by its reader ──Free, or late──> free
 
-A reader that is silent for `SILENCE_S` is forgotten and its buffers are used again. It counts from when it asked, which
-is earlier, and does not use what it has read later than that. Before it asks after a pause, it introduces itself again.
+A buffer is used again `KEPT_S` after its reader asked for it, also if the reader has not freed it: it may have died.
+The reader counts from when it sent the message, which is earlier, and does not use what it has read later than that. A
+reader that is silent for as long is forgotten. Before it asks after a pause, it introduces itself again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .common import check_ranges
 from .range_copies import RangeCopies
 from .staged_buffers import BufferPool, starts_in_buffer
 from .staged_messages import (
-    SILENCE_S,
+    KEPT_S,
     Close,
     Fill,
     Filled,
@@ -43,12 +44,19 @@ _Key = tuple[str, int]  # the reader's name, the number of its `Fill`
 class _Waiting(NamedTuple):
     key: _Key
     ranges: RangeTable  # offset in our memory, 0, number of bytes
+    asked_at: float
 
 
 class _Copying(NamedTuple):
     key: _Key
     buffer: int
+    asked_at: float
     copy: Any
+
+
+class _Filled(NamedTuple):
+    buffer: int
+    asked_at: float
 
 
 class StagedHolder:
@@ -70,7 +78,7 @@ class StagedHolder:
         self._heard_at: dict[str, float] = {}  # the readers, and when each sent its last message
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._copying: list[_Copying] = []
-        self._filled: dict[_Key, int] = {}
+        self._filled: dict[_Key, _Filled] = {}
 
     def handle(self, reader: str, message: ToHolder) -> None:
         """Take in a message. One of a reader that is not known, or no longer, changes nothing."""
@@ -89,13 +97,15 @@ class StagedHolder:
                 self._forget(reader)
 
     def advance(self) -> None:
-        """Tell readers of buffers that have been filled, fill others, and forget readers that are silent."""
+        """Tell readers of buffers that have been filled, fill others, and forget readers and buffers that are late."""
         copying, self._copying = self._copying, []
         for each in copying:
             self._settle(each)
         now = self._clock()
-        for reader in [name for name, heard_at in self._heard_at.items() if now - heard_at >= SILENCE_S]:
+        for reader in [name for name, heard_at in self._heard_at.items() if now - heard_at >= KEPT_S]:
             self._forget(reader)
+        for key in [key for key, filled in self._filled.items() if now - filled.asked_at >= KEPT_S]:
+            self._drop(key)
         while self._waiting and self._buffers.num_free:
             self._fill(self._waiting.popleft())
 
@@ -130,7 +140,7 @@ class StagedHolder:
         if int(ranges[:, 2].sum()) > self._buffers.buffer_bytes:
             self._answer(reader, Refused(message.number, f"a buffer has {self._buffers.buffer_bytes} bytes"))
             return
-        self._waiting.append(_Waiting((reader, message.number), ranges))
+        self._waiting.append(_Waiting((reader, message.number), ranges, self._clock()))
 
     def _fill(self, waiting: _Waiting) -> None:
         buffer = self._buffers.take()
@@ -142,7 +152,7 @@ class StagedHolder:
             self._buffers.give_back(buffer)
             self._answer(waiting.key[0], Refused(waiting.key[1], f"the device refuses a copy: {error}"[:1000]))
             return
-        self._copying.append(_Copying(waiting.key, buffer, copy))
+        self._copying.append(_Copying(waiting.key, buffer, waiting.asked_at, copy))
 
     def _settle(self, copying: _Copying) -> None:
         reader, number = copying.key
@@ -156,13 +166,13 @@ class StagedHolder:
         if reader not in self._heard_at:
             self._buffers.give_back(copying.buffer)
             return
-        self._filled[copying.key] = copying.buffer
+        self._filled[copying.key] = _Filled(copying.buffer, copying.asked_at)
         self._answer(reader, Filled(number, self._buffers.offset(copying.buffer)))
 
     def _drop(self, key: _Key) -> None:
-        buffer = self._filled.pop(key, None)
-        if buffer is not None:
-            self._buffers.give_back(buffer)
+        filled = self._filled.pop(key, None)
+        if filled is not None:
+            self._buffers.give_back(filled.buffer)
         else:
             self._waiting = collections.deque(each for each in self._waiting if each.key != key)
 
@@ -170,7 +180,7 @@ class StagedHolder:
         del self._heard_at[reader]
         self._waiting = collections.deque(each for each in self._waiting if each.key[0] != reader)
         for key in [key for key in self._filled if key[0] == reader]:
-            self._buffers.give_back(self._filled.pop(key))
+            self._drop(key)
         self._network.remove_agent(reader)
 
     def _answer(self, reader: str, message: ToReader) -> None:

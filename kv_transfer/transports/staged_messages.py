@@ -16,9 +16,7 @@ from . import Transport
 
 MAX_RANGES = 2048  # in one buffer, so that a message has at most 32 KB
 RANGE_BYTES = 16
-# After so long without a message of a reader, the holder uses the reader's buffers for others. It is shorter than
-# `transfer.stall_s`, so that a read that gets no buffer begins again over another lane before it fails.
-SILENCE_S = 15.0
+KEPT_S = 15.0  # after a reader has asked for a buffer, the holder uses it for others
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=20):

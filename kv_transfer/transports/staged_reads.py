@@ -1,9 +1,13 @@
 """The reader's side of staged reads: parts of reads, from the holder's buffers into ours, and on to their targets.
 
     part      waiting ──a buffer is free: Fill──> asked ──Filled──> reading ──> copying ──> done
+                 ^                                  │
+                 └──── no answer: its buffer is for the part of another holder, and it is asked for again
 
-A read that has failed is `FAILED` at once. Its parts that are being copied go on, and buffers that the network may
-still write to are not used until it has ended.
+All buffers of a holder may be those of readers that have died. So a part is asked for again for longer than such
+buffers are kept, until its holder has not answered for `PATIENCE_S`. Then all reads of this holder fail: they are
+`FAILED` at once. Their parts that are being copied go on, and buffers that the network may still write to are not used
+until it has ended.
 """
 
 from __future__ import annotations
@@ -25,11 +29,14 @@ from ..errors import TransportError
 from . import ByteRange, PeerHandle, RangeTable, ReadHandle, ReadState
 from .range_copies import RangeCopies
 from .staged_buffers import BufferPool, starts_in_buffer
-from .staged_messages import MAX_RANGES, SILENCE_S, Fill, Filled, Free, HostNetwork, Open, ToReader, encode_ranges
+from .staged_messages import KEPT_S, MAX_RANGES, Fill, Filled, Free, HostNetwork, Open, ToReader, encode_ranges
 
 logger = logging.getLogger(__name__)
 
 MARGIN_S = 1.0  # before the holder may use a buffer for others
+ASK_AGAIN_S = 4.0
+# It is shorter than `transfer.stall_s`, so that a read begins again over another lane before it fails.
+PATIENCE_S = KEPT_S + 2.0
 
 
 class Remote:
@@ -40,7 +47,9 @@ class Remote:
         self.network = network
         self.buffer_bytes = buffer_bytes
         self.is_broken = False
-        self.heard_at = -math.inf  # when we sent it the last `Fill`
+        self.asked_at = -math.inf  # when we sent it the last `Fill`
+        self.answered_at = -math.inf
+        self.num_buffers = 0  # that parts of its reads have
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -48,6 +57,7 @@ class StagedRead:
     """A read of some ranges."""
 
     remote: Remote
+    began_at: float
     num_left: int = 0  # parts that are not done
     num_writing: int = 0  # parts that are being copied to their targets
     state: ReadState = ReadState.RUNNING
@@ -100,7 +110,7 @@ class StagedReads:
 
     def begin(self, remote: Remote, table: RangeTable) -> StagedRead:
         """Begin to read `table`: rows of offset in the holder's memory, address to copy to, and number of bytes."""
-        read = StagedRead(remote)
+        read = StagedRead(remote, self._clock())
         for ranges in _parts(table, min(self._buffers.buffer_bytes, remote.buffer_bytes)):
             self._waiting.append(_Part(read, ranges))
             read.num_left += 1
@@ -117,20 +127,28 @@ class StagedReads:
         self._ask()
 
     def _ask(self) -> None:
-        """Ask for as many waiting parts as there are free buffers."""
+        """Ask for as many waiting parts as there are free buffers: next for one of the holder that has the fewest."""
         while self._waiting and self._buffers.num_free:
-            part = self._waiting.popleft()
+            part = min(self._waiting, key=lambda part: part.read.remote.num_buffers)
+            self._waiting.remove(part)
+            remote = part.read.remote
+            remote.num_buffers += 1
             part.number, part.buffer, part.asked_at = next(self._numbers), self._buffers.take(), self._clock()
+            part.stage = _Stage.ASKED
             self._parts[part.number] = part
-            self._open(part.read.remote)
-            self._send(part.read.remote.name, Fill(part.number, encode_ranges(part.ranges[:, [0, 2]])))
+            try:
+                self._open(remote)
+                fill = Fill(part.number, encode_ranges(part.ranges[:, [0, 2]]))
+                self._network.send(remote.name, codec.encode(fill))
+            except TransportError as error:
+                self._fail(part.read, str(error))
 
     def _open(self, remote: Remote) -> None:
         """Say who we are to a holder that does not know us, or may have forgotten us since our last message."""
         now = self._clock()
-        if now - remote.heard_at > SILENCE_S / 2:
-            self._send(remote.name, Open(self._network.metadata()))
-        remote.heard_at = now
+        if now - remote.asked_at > KEPT_S / 2:
+            self._network.send(remote.name, codec.encode(Open(self._network.metadata())))
+        remote.asked_at = now
 
     def handle(self, sender: str, message: ToReader) -> None:
         """Take in a message. A buffer that nobody waits for is freed."""
@@ -138,7 +156,9 @@ class StagedReads:
         if part is None or part.read.remote.name != sender or part.stage is not _Stage.ASKED:
             if isinstance(message, Filled):
                 self._send(sender, Free(message.number))
-        elif isinstance(message, Filled):
+            return
+        part.read.remote.answered_at = self._clock()
+        if isinstance(message, Filled):
             self._read_buffer(part, message.offset)
         else:
             self._fail(part.read, message.reason)
@@ -157,12 +177,21 @@ class StagedReads:
             return
         match part.stage:
             case _Stage.ASKED:
-                if self._is_too_late(part):
-                    self._fail(part.read, f"no buffer was filled within {SILENCE_S - MARGIN_S:g} s")
+                self._advance_asked(part)
             case _Stage.READING:
                 self._advance_reading(part)
             case _Stage.COPYING:
                 self._advance_copying(part)
+
+    def _advance_asked(self, part: _Part) -> None:
+        """Let other parts have the buffer of one that got no answer, unless its holder has been silent for too long."""
+        now, read = self._clock(), part.read
+        if now - max(read.remote.answered_at, read.began_at) > PATIENCE_S:
+            self._fail(read, f"no buffer was filled within {PATIENCE_S:g} s")
+        elif now - part.asked_at > ASK_AGAIN_S:
+            self._send(read.remote.name, Free(part.number))
+            self._drop(part)
+            self._waiting.append(part)
 
     def _advance_reading(self, part: _Part) -> None:
         state = self._network.poll(part.handle)
@@ -198,12 +227,16 @@ class StagedReads:
 
     def _is_too_late(self, part: _Part) -> bool:
         """Return whether the holder may use the part's buffer for others."""
-        return self._clock() - part.asked_at > SILENCE_S - MARGIN_S
+        return self._clock() - part.asked_at > KEPT_S - MARGIN_S
 
     def _fail(self, read: StagedRead, reason: str) -> None:
-        logger.warning("a staged read of %s failed: %s", read.remote.name, reason)
-        read.remote.is_broken = True
-        self.give_up(read)
+        """Fail a read, and all others of its holder, which cannot be reached any more."""
+        remote = read.remote
+        logger.warning("staged reads of %s failed: %s", remote.name, reason)
+        remote.is_broken = True
+        parts = [*self._parts.values(), *self._waiting]
+        for each in {read, *(part.read for part in parts if part.read.remote is remote)}:
+            self.give_up(each)
 
     def give_up(self, read: StagedRead) -> None:
         """Fail a read. Parts of it that are being copied go on."""
@@ -212,7 +245,7 @@ class StagedReads:
         self._waiting = collections.deque(part for part in self._waiting if part.read is not read)
         for part in [part for part in self._parts.values() if part.read is read]:
             if part.stage is _Stage.READING:
-                del self._parts[part.number]
+                self._forget(part)
                 self._ended.append((part.handle, part.buffer))
             elif part.stage is _Stage.ASKED:
                 self._drop(part)
@@ -228,8 +261,12 @@ class StagedReads:
         return True
 
     def _drop(self, part: _Part) -> None:
-        del self._parts[part.number]
+        self._forget(part)
         self._buffers.give_back(part.buffer)
+
+    def _forget(self, part: _Part) -> None:
+        del self._parts[part.number]
+        part.read.remote.num_buffers -= 1
 
     def _send(self, name: str, message: msgspec.Struct) -> None:
         try:

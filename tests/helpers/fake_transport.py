@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -211,7 +212,8 @@ class FakeTransport:
 
     def _fail(self, read: _Read) -> None:
         read.state = ReadState.FAILED
-        self._peers[read.peer] = (read.source, PeerState.BROKEN)
+        if read.peer in self._peers:
+            self._peers[read.peer] = (read.source, PeerState.BROKEN)
 
     def _land(self, read: _Read, pieces: Sequence[ByteRange]) -> None:
         for number, piece in enumerate(pieces):
@@ -227,15 +229,32 @@ class FakeTransport:
 
 
 class FakeHostNetwork(FakeTransport):
-    """A `HostNetwork` of a `FakeFabric`, which knows the memory of every agent."""
+    """A `HostNetwork` of a `FakeFabric`. It knows an agent as long as it is a peer, or introduced."""
+
+    def __init__(self, fabric: FakeFabric, agent: str) -> None:
+        super().__init__(fabric, agent)
+        self._known: collections.Counter[str] = collections.Counter()
+
+    def add_peer(self, metadata: bytes) -> PeerHandle:
+        self._known[_decode_metadata(metadata).name] += 1
+        return super().add_peer(metadata)
+
+    def remove_peer(self, peer: PeerHandle) -> None:
+        self.remove_agent(self._peers[peer][0])
+        super().remove_peer(peer)
 
     def add_agent(self, metadata: bytes) -> str:
-        return _decode_metadata(metadata).name
+        name = _decode_metadata(metadata).name
+        self._known[name] += 1
+        return name
 
     def remove_agent(self, name: str) -> None:
-        pass
+        assert self._known[name] > 0, f"{name} is not known"
+        self._known[name] -= 1
 
     def send(self, name: str, message: bytes) -> None:
+        if not self._known[name]:
+            raise TransportError(f"{name} is not known")
         self._fabric.post(self._agent, name, message)
 
     def messages(self) -> list[tuple[str, bytes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -60,3 +61,13 @@ def test_norms_scale_by_about_one_whatever_their_weights_mean(tool: ModuleType, 
     assert means["model.norm.weight"] == pytest.approx(0, abs=0.02)  # is added to 1
     assert means["model.layers.3.self_attn.q_norm.weight"] == pytest.approx(0, abs=0.02)
     assert torch.tensor(list(means.values())).isfinite().all()
+
+
+@pytest.mark.parametrize("shapes", [["qwen3-8b-fp8"], ["qwen3-0.6b", "qwen3-next-16-mtp"], []])
+def test_weights_that_transformers_cannot_write_are_refused_before_any_are_written(
+    tool: ModuleType, shapes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["model_shapes.py", str(tmp_path), *shapes, "--weights"])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert list(tmp_path.iterdir()) == []

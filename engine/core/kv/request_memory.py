@@ -281,13 +281,17 @@ class RequestMemory:
             end = group.chunk_end(request.num_computed, end, request.num_tokens)
         return end
 
+    def may_extend_states(self, request: Request, end: int) -> bool:
+        """Return whether `extend_states` can be called now."""
+        return all(group.may_extend(request.block_tables[number], end) for number, group in self._states)
+
     def extend_states(self, request: Request, end: int) -> list[list[int]]:
         """Add to the request's tables the slots needed to compute its tokens up to `end` in one step.
 
         Returns the new slots of each group. An empty list if the step has to wait, because others read the slot that it
         would write.
         """
-        if not all(group.may_extend(request.block_tables[number], end) for number, group in self._states):
+        if not self.may_extend_states(request, end):
             return []
         new: list[list[int]] = [[] for _ in self._groups]
         for number, group in self._states:

@@ -115,6 +115,8 @@ class RunningRequests:
                     continue
             chunks.append(Chunk(request.row, start, 1, True, new_blocks))
             requests.append(request)
+        if self._memory.has_states and not chunks and num_waiting:
+            self._preempt_waiting_for_slots(builder, prefills)
         advance_decodes(requests, builder.step)
         builder.budget -= len(chunks)
         if self._drafting is not None:
@@ -234,6 +236,21 @@ class RunningRequests:
         if self._fence.has_retired_requests or self._transfers.has_withdrawn_offers:
             return True
         return all(self._fence.will_release_blocks(group) for group in self._memory.dry_groups(request))
+
+    def _preempt_waiting_for_slots(self, builder: StepBuilder, prefills: list[Request]) -> None:
+        """Preempt the last request if all wait for slots of states, which requests that wait for a row may be holding.
+
+        It loses nothing that is computed: the slot that it cannot write is a checkpoint, from which it continues.
+        """
+        if self.has_free_row or not self._fence.has_passed(builder.step - 1):
+            return
+        if any(self._memory.may_extend_states(each, each.num_computed + 1) for each in self):
+            return
+        last = self._by_queue_key[-1]
+        if last in prefills:
+            prefills.remove(last)
+        self.preempt(last)
+        self.lacks_blocks = False
 
     def _next_to_preempt(self) -> Request | None:
         """Return the next request to preempt. One whose last token is planned gives its blocks back soon anyway."""

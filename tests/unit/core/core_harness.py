@@ -100,12 +100,16 @@ def num_remembered(kind: type) -> int:
 
 
 class HandClock:
-    """A clock that stands still until a test moves it."""
+    """A clock that a test moves. Each look at it may take time, too: up to seven times `tick_s`."""
 
     def __init__(self, now_s: float = 100.0) -> None:
         self.now_s = now_s
+        self.tick_s = 0.0
+        self._num_looks = 0
 
     def __call__(self) -> float:
+        self._num_looks += 1
+        self.now_s += self.tick_s * (1 + self._num_looks**2 % 7)
         return self.now_s
 
 
@@ -124,12 +128,14 @@ class Harness:
         draft_errors: float = 0.0,
         guesses_on_device: bool = False,
         edits_on_host: bool = False,
+        adapts: bool = False,
     ) -> None:
         """Create an engine over fakes; with tiers if `min_restored_tokens` is given.
 
         `fetch`: returns the KV for another engine's ticket. `num_drafts`: the most drafts of a request in a step, of
         which a share of `draft_errors` is wrong. `guesses_on_device`: the runner makes them, at the end of a step.
-        `edits_on_host`: the runner edits logits by the positions in plans.
+        `edits_on_host`: the runner edits logits by the positions in plans. `adapts`: requests get as many drafts as are
+        worth their time.
         """
         self.config = engine_config
         self.runner = FakeRunner(engine_config, lazy=lazy)
@@ -143,9 +149,9 @@ class Harness:
         self.drafter = InformedDrafter(self._whole, 1 - draft_errors, VOCAB_SIZE)
         drafting = None
         if guesses_on_device:
-            drafting = Drafting(DeviceDrafter(), num_drafts, adapts=False, edits_on_host=edits_on_host, on_device=True)
+            drafting = Drafting(DeviceDrafter(), num_drafts, adapts=adapts, edits_on_host=edits_on_host, on_device=True)
         elif num_drafts:
-            drafting = Drafting(self.drafter, num_drafts, adapts=False, edits_on_host=edits_on_host)
+            drafting = Drafting(self.drafter, num_drafts, adapts=adapts, edits_on_host=edits_on_host)
         self.core = EngineCore(
             engine_config,
             self.runner,
@@ -289,8 +295,8 @@ class Harness:
             return
         tokens, reason = self.expected(key)
         newest = answer.outputs[-1]
-        assert newest.logprobs is None or len(newest.logprobs) == len(newest.token_ids)
         assert answer.token_ids == tokens[: len(answer.token_ids)]
+        self._check_logprobs(asked, answer.token_ids, newest)
         if answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.HANDOFF):
             assert (answer.token_ids, answer.finish_reason) == (tokens, reason)
         computed_here = not asked.output_token_ids and asked.kv_source is None
@@ -301,6 +307,16 @@ class Harness:
             expected = [logprob_of(kv, token) for kv, token in zip(kv_of(prompt), prompt[1:], strict=False)]
             assert first.prompt_logprobs is not None
             assert list(first.prompt_logprobs) == [(tuple(ids), tuple(values), rank) for ids, values, rank in expected]
+
+    @staticmethod
+    def _check_logprobs(asked: EngineRequest, answer: Sequence[int], newest: EngineOutput) -> None:
+        """Check that the log probabilities of the newest tokens are those of the draws that gave these tokens."""
+        if newest.logprobs is None:
+            return
+        tokens = [*asked.prompt_token_ids, *asked.output_token_ids, *answer]
+        kv, first = kv_of(tokens), len(tokens) - len(newest.token_ids)
+        expected = [logprob_of(kv[place - 1], tokens[place]) for place in range(first, len(tokens))]
+        assert list(newest.logprobs) == [(tuple(ids), tuple(values), rank) for ids, values, rank in expected]
 
     def check_all_given_back(self) -> None:
         stats = self.core.stats()

@@ -14,6 +14,8 @@ from .core_connector import ticket_for
 from .core_harness import VOCAB_SIZE, HandClock, Harness
 from .core_prompts import prompts, samplings
 
+TOKENS = st.integers(0, VOCAB_SIZE - 1)
+
 
 class EngineMachine(RuleBasedStateMachine):
     """Requests of every kind, and transfers in both directions, in the engine that a subclass starts: `self.engine`."""
@@ -36,7 +38,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         prompt=prompts(),
         sampling=samplings(),
-        output=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+        output=st.one_of(st.lists(TOKENS, max_size=2), st.lists(TOKENS, max_size=26)),
         salt=st.sampled_from(["", "", "a"]),
         priority=st.integers(-1, 1),
         seed=st.integers(0, 3),
@@ -68,21 +70,41 @@ class EngineMachine(RuleBasedStateMachine):
             )
         )
 
-    @rule(prompt=prompts(), sampling=samplings(), missing=st.integers(1, 3), first=st.integers(0, VOCAB_SIZE - 1))
-    def add_after_a_handoff(self, prompt: list[int], sampling: SamplingParams, missing: int, first: int) -> None:
-        tokens = [*prompt, first]
-        received = tokens[: max(1, len(tokens) - missing)]
+    @rule(prompt=prompts(), sampling=samplings(), count=st.integers(2, 4), keep_kv=st.booleans())
+    def add_several_choices(self, prompt: list[int], sampling: SamplingParams, count: int, keep_kv: bool) -> None:
+        """Add the requests that a gateway makes of one with `n` above 1."""
+        choices = [
+            EngineRequest(
+                request_id=self.new_id(), prompt_token_ids=prompt, sampling=sampling, seed=seed, keep_kv=keep_kv
+            )
+            for seed in range(count)
+        ]
+        self.engine.add(*choices)
+
+    @rule(
+        prompt=prompts(),
+        sampling=samplings(),
+        missing=st.integers(1, 3),
+        output=st.one_of(TOKENS.map(lambda token: [token]), st.lists(TOKENS, min_size=1, max_size=26)),
+        unit=st.sampled_from([1, 1, 4, 8]),
+    )
+    def add_after_a_handoff(
+        self, prompt: list[int], sampling: SamplingParams, missing: int, output: list[int], unit: int
+    ) -> None:
+        """Continue an answer whose KV another engine has, all of it or without the last few tokens."""
+        tokens = [*prompt, *output]
+        received = tokens[: max(1, (len(tokens) - missing) // unit * unit)]
         self.engine.add(
             EngineRequest(
                 request_id=self.new_id(),
                 prompt_token_ids=prompt,
-                output_token_ids=[first],
+                output_token_ids=output,
                 sampling=sampling,
                 kv_source=KVSource(ticket_for(received), len(received)),
             )
         )
 
-    @rule(prompt=prompts(), sampling=samplings(can_have_grammar=False), first=st.integers(0, VOCAB_SIZE - 1))
+    @rule(prompt=prompts(), sampling=samplings(can_have_grammar=False), first=TOKENS)
     def add_during_prefill(self, prompt: list[int], sampling: SamplingParams, first: int) -> None:
         source = KVSource(ticket_for(prompt), len(prompt))
         asked = EngineRequest(request_id=self.new_id(), prompt_token_ids=prompt, sampling=sampling, kv_source=source)

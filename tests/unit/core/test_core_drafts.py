@@ -38,6 +38,7 @@ class DraftingMachine(EngineMachine):
         errors=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
         on_device=st.booleans(),
         edits_on_host=st.booleans(),
+        adapts=st.booleans(),
         num_blocks=st.integers(4, 24),
         window=st.sampled_from([None, None, 3, 9]),
         states=st.lists(st.tuples(st.integers(2, 9), st.sampled_from([4, 8, 12, 16])), max_size=2),
@@ -54,6 +55,7 @@ class DraftingMachine(EngineMachine):
         errors: float,
         on_device: bool,
         edits_on_host: bool,
+        adapts: bool,
         num_blocks: int,
         window: int | None,
         states: list[tuple[int, int]],
@@ -75,7 +77,9 @@ class DraftingMachine(EngineMachine):
             draft_errors=errors,
             guesses_on_device=on_device,
             edits_on_host=edits_on_host,
+            adapts=adapts,
         )
+        self.clock.tick_s = 1e-4 if adapts else 0.0
         self.engine.think_late()
 
 

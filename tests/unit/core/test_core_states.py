@@ -12,11 +12,12 @@ from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig, Invalid
 from baton.engine.core.kv.blocks import BlockPoolCorrupted
 from baton.engine.core.kv.cache_groups import NOT_CACHED, StateGroup
 from baton.engine.core.layout import CHECKPOINT_TOKENS
-from baton.engine.core.messages import EngineRequest
+from baton.engine.core.messages import EngineRequest, KVSource
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.offline.bench_scheduler import result_of
 
+from .core_connector import ticket_for
 from .core_harness import BLOCK_SIZE, VOCAB_SIZE, Harness, config, request
 
 EVERY = 12  # tokens from one checkpoint to the next
@@ -50,6 +51,24 @@ class TestSlots:
         assert engine.core.stats().num_requests_running == 4
         engine.run_to_the_end()
         assert engine.core.stats().num_preemptions == 0
+
+    @pytest.mark.parametrize("lazy", [True, False])
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_a_request_gives_its_row_to_the_one_that_holds_the_slot_that_it_would_write(
+        self, depth: int, lazy: bool
+    ) -> None:
+        """The checkpoint after the first chunk is held by a request that waits for a row, with KV of a hand-off."""
+        sizes = {"max_num_seqs": 1, "max_num_batched_tokens": EVERY}
+        engine = Harness(config(groups=[(24, None)], states=[(2, EVERY)], depth=depth, **sizes), lazy=lazy)
+        source = KVSource(ticket_for(LONG[:EVERY]), EVERY)
+        engine.add(
+            request("long", LONG[: 2 * EVERY], max_tokens=4),
+            request("moved", LONG[:EVERY], output_token_ids=[5], kv_source=source, max_tokens=4),
+        )
+        engine.step()
+        assert engine.scheduler.transfers.num_pulling == 1
+        engine.run_to_the_end()
+        assert engine.core.stats().num_preemptions == 1
 
     def test_requests_wait_for_a_slot_and_are_answered(self) -> None:
         engine = engine_of(2, max_num_seqs=4)

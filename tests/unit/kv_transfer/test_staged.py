@@ -2,116 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
-import random
-from typing import cast
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.kv_transfer import codec
-from baton.kv_transfer.transports import PeerState, RangeTable, ReadState
-from baton.kv_transfer.transports.common import Scratch
-from baton.kv_transfer.transports.staged import CONNECT_S, StagedTransport
-from baton.kv_transfer.transports.staged_buffers import BounceBuffers
-from baton.kv_transfer.transports.staged_messages import SILENCE_S, Close, Fill, Open, Refused, decode, encode_ranges
+from baton.kv_transfer.errors import TransportError
+from baton.kv_transfer.settings import TransferSettings
+from baton.kv_transfer.transports import PeerState, ReadState
+from baton.kv_transfer.transports.staged import CONNECT_S
+from baton.kv_transfer.transports.staged_messages import KEPT_S, Close, Fill, Open, Refused, decode, encode_ranges
+from baton.kv_transfer.transports.staged_reads import ASK_AGAIN_S
 
-from ...helpers.fake_transport import FakeFabric, FakeHostNetwork, TransportFaults
-from ...helpers.virtual_clock import VirtualClock
-
-SIZE, BUFFER, NUM_BUFFERS = 4096, 64, 4
-WHOLE = [(0, 0, SIZE)]
-
-
-class LateCopies:
-    """Stands in for a GPU: its copies land one after the other, each after its time."""
-
-    def __init__(self, clock: VirtualClock, seconds: float = 0.0) -> None:
-        self._clock = clock
-        self._busy_until = 0.0
-        self.seconds = seconds
-        self.num_running = 0
-        self.fails = False
-
-    def begin(self, buffers: RangeTable) -> dict[str, bool]:
-        copy = {"ended": False}
-        self.num_running += 1
-
-        def land() -> None:
-            for source, target, num_bytes in buffers.tolist():
-                ctypes.memmove(target, source, num_bytes)
-            copy["ended"] = True
-            self.num_running -= 1
-
-        self._busy_until = max(self._busy_until, self._clock()) + self.seconds
-        self._clock.after(self._busy_until - self._clock(), land)
-        return copy
-
-    def has_ended(self, copy: dict[str, bool]) -> bool:
-        if self.fails:
-            raise RuntimeError("an illegal memory access was encountered")
-        return copy["ended"]
-
-    def wait(self) -> None: ...
-
-
-class Gpu:
-    """An engine whose memory is read, and which reads, through host memory."""
-
-    def __init__(self, machines: Machines, name: str) -> None:
-        clock = machines.clock
-        self.bytes = np.full(SIZE, ord(name[0]), dtype=np.uint8)
-        self.address, self.num_bytes, self.device = self.bytes.ctypes.data, SIZE, "cuda:0"
-        buffers = BounceBuffers.allocate("cpu", BUFFER, NUM_BUFFERS)
-        host = memoryview((ctypes.c_char * buffers.num_bytes).from_address(buffers.address)).cast("B")
-        machines.fabric.attach(name, cast(bytearray, host))
-        self.network = FakeHostNetwork(machines.fabric, name)
-        self.down, self.up = LateCopies(clock), LateCopies(clock)
-        self._scratch = np.empty(BUFFER, dtype=np.uint8)
-        scratch = Scratch(self._scratch.ctypes.data, self._scratch)
-        self.transport = StagedTransport(self, self.network, buffers, self.down, self.up, scratch, clock)
-
-    @property
-    def num_free(self) -> tuple[int, int]:
-        return self.transport.num_free
-
-
-class Machines:
-    def __init__(self, seed: int = 0) -> None:
-        self.clock = VirtualClock()
-        self.fabric = FakeFabric(self.clock, random.Random(seed), TransportFaults())
-        self.holder, self.reader = Gpu(self, "holder"), Gpu(self, "reader")
-        self.holder.bytes[:] = np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
-
-    def pass_time(self, seconds: float = 0.1, step_s: float = 0.01) -> None:
-        for _ in range(round(seconds / step_s)):
-            self.clock.advance(step_s)
-            self.holder.transport.progress()
-            self.reader.transport.progress()
-
-    def connect(self, gpu: Gpu | None = None) -> int:
-        reader = (gpu or self.reader).transport
-        peer = reader.add_peer(self.holder.transport.metadata())
-        for _ in range(300):
-            if reader.peer_state(peer) is not PeerState.CONNECTING:
-                break
-            self.pass_time(0.01)
-        return peer
-
-    def finish(self, read: int, seconds: float = 100.0) -> ReadState:
-        """Return the state of a read once it has ended, or after that time."""
-        for _ in range(round(seconds / 0.01)):
-            if (state := self.reader.transport.poll(read)) is not ReadState.RUNNING:
-                return state
-            self.pass_time(0.01)
-        return ReadState.RUNNING
-
-    def check_all_free(self) -> None:
-        self.pass_time(1.0)
-        assert self.holder.num_free == self.reader.num_free == (NUM_BUFFERS, NUM_BUFFERS)
-
+from ...helpers.fake_transport import FakeHostNetwork
+from .staged_engines import BUFFER, NUM_BUFFERS, SIZE, WHOLE, Gpu, Machines
 
 RANGES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(1, 300)), min_size=1, max_size=40)
 
@@ -211,19 +116,80 @@ def test_a_holder_that_does_not_answer_is_not_read_in_this_way() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000))
-def test_whatever_messages_are_lost_a_read_that_is_done_has_its_bytes(seed: int) -> None:
+def test_whatever_messages_are_lost_a_read_asks_again_and_gets_its_bytes(seed: int) -> None:
     machines = Machines(seed)
     peer = machines.connect()
     machines.fabric.faults.lose = 0.05
     read = machines.reader.transport.read(peer, WHOLE)
-    if machines.finish(read, 2 * SILENCE_S) is ReadState.DONE:
-        assert np.array_equal(machines.reader.bytes, machines.holder.bytes)
-    else:
-        assert machines.reader.transport.peer_state(peer) is PeerState.BROKEN
+    assert machines.finish(read) is ReadState.DONE
+    assert np.array_equal(machines.reader.bytes, machines.holder.bytes)
     machines.fabric.faults.lose = 0.0
     assert machines.reader.transport.release(read)
-    machines.reader.transport.remove_peer(peer)
+    machines.pass_time(KEPT_S)
     machines.check_all_free()
+
+
+def test_a_holder_that_falls_silent_costs_its_reader_the_lane_before_the_read_stalls() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.fabric.faults.lose = 1.0
+    reads = [machines.reader.transport.read(peer, [(0, 0, BUFFER)]) for _ in range(3 * NUM_BUFFERS)]
+    assert machines.finish(reads[-1], TransferSettings().stall_s - 1) is ReadState.FAILED
+    assert {machines.reader.transport.poll(read) for read in reads} == {ReadState.FAILED}
+    assert machines.reader.transport.peer_state(peer) is PeerState.BROKEN
+    machines.check_all_free()
+
+
+def test_readers_that_die_with_all_buffers_of_a_holder_cost_others_time_but_not_the_lane() -> None:
+    machines = Machines()
+    dying = [Gpu(machines, f"dying {number}") for number in range(3)]
+    peers, peer = [machines.connect(gpu) for gpu in dying], machines.connect()
+    machines.fabric.faults.read_s = (0.1, 0.1)
+    for gpu, its_peer in zip(dying, peers, strict=True):
+        gpu.transport.read(its_peer, WHOLE)
+    machines.pass_time(0.05)
+    assert machines.holder.num_free[0] == 0
+    for number in range(3):
+        machines.fabric.kill(f"dying {number}")
+    read = machines.reader.transport.read(peer, [(0, 0, BUFFER)])
+    assert machines.finish(read, KEPT_S + 1) is ReadState.DONE
+    assert machines.reader.transport.peer_state(peer) is PeerState.CONNECTED
+
+
+def test_a_holder_that_dies_takes_no_buffers_from_reads_of_others() -> None:
+    machines = Machines()
+    other = Gpu(machines, "other")
+    peer, dead = machines.connect(), machines.connect(holder=other)
+    machines.fabric.kill("other")
+    lost = machines.reader.transport.read(dead, WHOLE)
+    read = machines.reader.transport.read(peer, WHOLE)
+    assert machines.finish(read, ASK_AGAIN_S + 2) is ReadState.DONE
+    assert machines.reader.transport.poll(lost) is ReadState.RUNNING
+    assert machines.finish(lost) is ReadState.FAILED
+    assert machines.reader.transport.peer_state(peer) is PeerState.CONNECTED
+
+
+def test_all_reads_of_a_holder_fail_with_the_first() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.holder.down.seconds = 1.0
+    machines.fabric.faults.fail = 1.0
+    reads = [machines.reader.transport.read(peer, [(0, 0, BUFFER)]) for _ in range(2 * NUM_BUFFERS)]
+    assert machines.finish(reads[0]) is ReadState.FAILED
+    assert {machines.reader.transport.poll(read) for read in reads} == {ReadState.FAILED}
+
+
+def test_a_holder_that_cannot_be_sent_to_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines()
+    peer = machines.connect()
+
+    def refuse(name: str, message: bytes) -> None:
+        raise TransportError("the endpoint has failed")
+
+    monkeypatch.setattr(machines.reader.network, "send", refuse)
+    read = machines.reader.transport.read(peer, [(0, 0, BUFFER)])
+    assert machines.reader.transport.poll(read) is ReadState.FAILED
+    assert machines.reader.transport.peer_state(peer) is PeerState.BROKEN
 
 
 def test_buffers_of_a_reader_that_is_gone_are_used_for_others() -> None:
@@ -235,12 +201,12 @@ def test_buffers_of_a_reader_that_is_gone_are_used_for_others() -> None:
     machines.clock.advance(0.01)
     machines.holder.transport.progress()
     assert machines.holder.num_free[0] == NUM_BUFFERS - 1
-    machines.clock.advance(SILENCE_S)
+    machines.clock.advance(KEPT_S)
     machines.holder.transport.progress()
     assert machines.holder.num_free[0] == NUM_BUFFERS
 
 
-@pytest.mark.parametrize("pause_s", [SILENCE_S / 2, SILENCE_S - 0.01, SILENCE_S, 100 * SILENCE_S])
+@pytest.mark.parametrize("pause_s", [KEPT_S / 2, KEPT_S - 0.01, KEPT_S, 100 * KEPT_S])
 def test_a_reader_may_pause_for_as_long_as_it_likes(pause_s: float) -> None:
     machines = Machines()
     peer = machines.connect()
@@ -254,7 +220,7 @@ def test_a_reader_may_pause_for_as_long_as_it_likes(pause_s: float) -> None:
 def test_a_buffer_that_the_holder_may_use_for_others_is_not_used() -> None:
     machines = Machines()
     peer = machines.connect()
-    machines.fabric.faults.read_s = (SILENCE_S, SILENCE_S)
+    machines.fabric.faults.read_s = (KEPT_S, KEPT_S)
     read = machines.reader.transport.read(peer, [(0, 0, BUFFER)])
     assert machines.finish(read) is ReadState.FAILED
     assert not np.array_equal(machines.reader.bytes[:BUFFER], machines.holder.bytes[:BUFFER])
@@ -312,6 +278,7 @@ def test_messages_of_strangers_and_bytes_that_are_none_change_nothing() -> None:
     machines.connect()
     machines.fabric.attach("stranger", bytearray(1))
     stranger = FakeHostNetwork(machines.fabric, "stranger")
+    stranger.add_agent(machines.holder.network.metadata())
     known = codec.encode(Open(machines.reader.network.metadata()))  # of another than the sender
     fill = codec.encode(Fill(1, encode_ranges(np.array([(0, BUFFER)]))))
     for message in (fill, known, fill, codec.encode(Close()), b"\xff"):
