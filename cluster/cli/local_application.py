@@ -333,9 +333,15 @@ def _running_replicas(application: ApplicationStatusOverview | None) -> dict[str
 
 
 def last_error(message: str) -> str:
-    """Return the last error of a traceback, which tells a reader most. The whole traceback is in the logs."""
+    """Return the last error of a traceback, which tells a reader most. The whole traceback is in the logs.
+
+    Messages of Baton's own errors are written for users, who need not know the name of the class.
+    """
     errors = list(re.finditer(r"^[A-Za-z_][\w.]*: ", message, flags=re.MULTILINE))
-    return message[errors[-1].start() :].strip() if errors else message
+    if not errors:
+        return message
+    last = errors[-1]
+    return message[last.end() if last[0].startswith("baton.") else last.start() :].strip()
 
 
 def kill_descendants() -> None:

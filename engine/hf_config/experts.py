@@ -87,7 +87,7 @@ def _dense_name(config: ExpertsConfig, tensors: Collection[str]) -> str:
     return mixtures if any(name.endswith(f".{mixtures}.gate_proj.weight") for name in tensors) else config.dense_name
 
 
-def sparse_behind_dense(keys: Keys, first: int, num_layers: int) -> tuple[bool, ...]:
+def sparse_after_dense(keys: Keys, first: int, num_layers: int) -> tuple[bool, ...]:
     """Return which layers are mixtures: all or every n-th, from one layer on (by default `first`)."""
     given = keys.optional_integer("first_k_dense_replace", first)
     every = keys.integer("moe_layer_freq", 1)

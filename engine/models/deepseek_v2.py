@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.engine import layers
 from baton.engine.hf_config.attention import read_latent
 from baton.engine.hf_config.errors import UnsupportedModel
-from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, sparse_behind_dense
+from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, sparse_after_dense
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import latents
 from baton.engine.hf_config.model_config import ModelConfig
@@ -47,7 +47,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
         scale=keys.number("routed_scaling_factor", 1.0),
         num_groups=keys.integer("n_group", 1) if grouped else 1,
         top_groups=keys.integer("topk_group", 1) if grouped else 1,
-        sparse_layers=sparse_behind_dense(keys, 0, num_layers),
+        sparse_layers=sparse_after_dense(keys, 0, num_layers),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.hf_config.attention import LatentShape, read_latent
 from baton.engine.hf_config.errors import UnsupportedModel
-from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, sparse_behind_dense
+from baton.engine.hf_config.experts import ExpertsConfig, read_num_experts, sparse_after_dense
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import latents
 from baton.engine.hf_config.model_config import DraftRules, ModelConfig
@@ -39,7 +39,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
         top_groups=keys.integer("topk_group", 4),
         group_score="top2",
         score_correction=True,
-        sparse_layers=sparse_behind_dense(keys, 3, num_layers),
+        sparse_layers=sparse_after_dense(keys, 3, num_layers),
     )
 
 

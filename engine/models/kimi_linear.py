@@ -15,7 +15,7 @@ from baton.engine.hf_config.attention import (
     read_latent,
 )
 from baton.engine.hf_config.errors import InvalidModelConfig
-from baton.engine.hf_config.experts import ExpertsConfig, sparse_as_listed, sparse_behind_dense
+from baton.engine.hf_config.experts import ExpertsConfig, sparse_as_listed, sparse_after_dense
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import latents_or_states
 from baton.engine.hf_config.model_config import ModelConfig
@@ -106,7 +106,7 @@ def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig:
         group_score="top2",
         score_correction=True,
         projections=("w1", "w3", "w2"),
-        sparse_layers=sparse_as_listed(keys, num_layers) or sparse_behind_dense(keys, 1, num_layers),
+        sparse_layers=sparse_as_listed(keys, num_layers) or sparse_after_dense(keys, 1, num_layers),
     )
 
 

@@ -375,7 +375,8 @@ def test_of_a_traceback_the_last_error_is_shown() -> None:
     message = (
         "The replica failed:\nTraceback (most recent call last):\n  File x\nbaton.WeightsError: no files;\ngive some"
     )
-    assert last_error(message) == "baton.WeightsError: no files;\ngive some"
+    assert last_error(message) == "no files;\ngive some", "errors of ours are shown without their class"
+    assert last_error(f"{message}\nValueError: of another") == "ValueError: of another"
     assert last_error("waiting for resources") == "waiting for resources"
 
 
