@@ -99,7 +99,7 @@ def result(block: Any) -> dict[str, Any]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no limit": ({"max_tokens": None}, "max_tokens", "required"),
+    "no limit": ({"max_tokens": None}, "max_tokens", "integer, not null"),
     "a limit of nothing": ({"max_tokens": 0}, "max_tokens", "at least"),
     "a limit beyond the context": ({"max_tokens": 10_000}, "max_tokens", "context length"),
     "no messages": ({"messages": []}, "messages", "at least 1"),

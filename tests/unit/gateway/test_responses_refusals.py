@@ -107,7 +107,7 @@ def content(part: Any) -> dict[str, Any]:
 
 SOME = {"type": "allowed_tools", "mode": "auto"}
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no input": ({"input": None}, "input", "required"),
+    "no input": ({"input": None}, "input", "list, not null"),
     "an empty input": ({"input": []}, "input", "at least 1"),
     "an input that is none": ({"input": 3}, "input", "list"),
     "an item that is none": ({"input": [ITEM, 3]}, "input[1]", "object"),
