@@ -15,7 +15,7 @@ from baton.engine.hf_config.attention import (
     read_latent,
 )
 from baton.engine.hf_config.errors import InvalidModelConfig
-from baton.engine.hf_config.experts import ExpertsConfig, sparse_as_listed, sparse_after_dense
+from baton.engine.hf_config.experts import ExpertsConfig, sparse_after_dense, sparse_as_listed
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import latents_or_states
 from baton.engine.hf_config.model_config import ModelConfig
