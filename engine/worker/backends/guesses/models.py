@@ -99,7 +99,7 @@ class ModelGuesser(Guesser):
         starts, lens = self._due(rows)
         some_rows = rows.clamp(min=0).long()
         if longest == 1:
-            token_ids = tables.tokens.tensor[some_rows, starts.clamp(max=self._parts.limits.max_model_len - 1)]
+            token_ids = tables.tokens.tensor[some_rows, starts.clamp(max=self._parts.limits.max_model_len - 1).long()]
             caches = self._caches_at(torch.where(lens > 0, rows, -1), starts)
             hidden = self._model.forward(token_ids, caches, None)
         else:
