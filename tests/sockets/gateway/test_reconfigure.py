@@ -79,7 +79,7 @@ def parts(app: Any) -> dict[str, Any]:
     return {
         place: value
         for place, value in found.items()
-        if not place.endswith(("_look_at_s", ".newest_s", "._tried_s"))
+        if not place.endswith(("_look_at_s", ".newest_s", "._began_s"))
         and ".metrics." not in place
         and "client." not in place
     }
