@@ -105,8 +105,8 @@ def test_arguments_that_do_not_exist_are_refused(read: Callable[..., ModelConfig
 
 
 def test_a_name_instead_of_a_folder_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(InvalidModelConfig, match=r"local folder.*hf download"):
-        load_config("Qwen/Qwen3-0.6B")
+    with pytest.raises(InvalidModelConfig, match=r"local folder.*name on the Hub"):
+        load_config("Qwen3-0.6B")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="is not JSON"):
         load_config(tmp_path)
