@@ -41,7 +41,7 @@ SAMPLING: list[tuple[str, Any]] = [
     ("stop", "x" * 1025),
     ("stop_token_ids", [5] * 1025),
     *[("prompt_logprobs", value) for value in (-1, 21, True)],
-    *[("ignore_eos", value) for value in (1, "true", None)],
+    *[("ignore_eos", value) for value in (1, "true")],
     *[("skip_special_tokens", value) for value in (0, "no")],
     *[("include_stop_str_in_output", value) for value in (0, "no")],
     *[("stream", value) for value in (1, "true", "yes")],
