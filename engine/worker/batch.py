@@ -127,11 +127,6 @@ class Batch:
         return next((i for i, length in enumerate(self.lens) if length != 1 and i not in drafted), len(self.lens))
 
     @property
-    def has_prompts(self) -> bool:
-        """True if a chunk is more than a decode and its drafts."""
-        return sum(self.lens) > len(self.lens) + sum(guesses.num_drafts for guesses in self.guesses)
-
-    @property
     def alone(self) -> int:
         """The length of the step's only sequence; 0 if there are several."""
         return self.ends[0] if len(self.ends) == 1 else 0
