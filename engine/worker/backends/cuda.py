@@ -170,9 +170,7 @@ class CudaStep:
         if captured := [known for known in self._read_graphs if known.serves(size)]:
             self._read_graphs[min(captured, key=lambda known: (known.num_tokens, known.num_seqs, known.longest))]()
             return
-        while size.num_tokens > 0:
-            guesser.read_some(size)
-            size = size._replace(num_tokens=size.num_tokens - self._parts.limits.max_num_batched_tokens)
+        guesser.read_all(size)
 
     def capture(self, shape: StepShape) -> Graph | None:
         replay = self._stream.capture(functools.partial(self.run, shape))

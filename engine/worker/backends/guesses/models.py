@@ -82,12 +82,14 @@ class ModelGuesser(Guesser):
 
     def read_exactly(self, num_seqs: int) -> None:
         """Read all due tokens of the step's sequences, on a device that may be waited for."""
-        while longest := int((lens := self._due(self._parts.tables.rows.tensor[0, :num_seqs])[1]).max()):
-            self.read_some(ReadSize(num_seqs, int(lens.sum()), longest))
+        _, lens = self._due(self._parts.tables.rows.tensor[0, :num_seqs])
+        self.read_all(ReadSize(num_seqs, int(lens.sum()), int(lens.max())))
 
-    def read_some(self, size: ReadSize) -> None:
-        """Read due tokens, as many as a step may have. Call it again for the others."""
-        self.read(size._replace(num_tokens=min(size.num_tokens, self._parts.limits.max_num_batched_tokens)))
+    def read_all(self, size: ReadSize) -> None:
+        """Read that many due tokens, as many at a time as a step may have."""
+        most = self._parts.limits.max_num_batched_tokens
+        for first in range(0, size.num_tokens, most):
+            self.read(size._replace(num_tokens=min(size.num_tokens - first, most)))
 
     def read(self, size: ReadSize) -> None:
         """Read due tokens of the step's sequences, in order, and make first guesses.
