@@ -174,7 +174,8 @@ class DraftLengths:
     def _threshold_of(self, num_requests: int, has_prompts: bool, plain_s: float) -> float:
         """Return the lowest chance that is worth a draft, at the best number of drafts for all requests alike."""
         request_s = plain_s / num_requests
-        best, drawn = num_requests / plain_s, float(num_requests)
+        best = plain_rate = num_requests / plain_s
+        drawn = float(num_requests)
         if has_prompts:
             prompt_token_s = self._prompt_s / self._prompt_tokens if self._prompt_tokens else request_s
             return max(_LEAST_CHANCE, _MARGIN * best * min(request_s, prompt_token_s))
@@ -182,15 +183,14 @@ class DraftLengths:
         if self._guesses_most:
             guess_s, always_s = 0.0, self._most * self._cost.guess_s(num_requests)
         added_s = self._cost.added_s(2 * num_requests, request_s) + guess_s
-        is_gain = False
         self._shares = self._by_all.shares_from(_FIRST_PRIOR)
         for num_drafts, chance in enumerate(chances(self._shares), 1):
             drawn += num_requests * chance
             each_s = self._cost.added_s(num_requests * (1 + num_drafts), request_s) + guess_s
             rate = drawn / (plain_s + always_s + num_requests * num_drafts * each_s)
             if rate > best:
-                best, added_s, is_gain = rate, each_s, True
-        if always_s and not is_gain:
+                best, added_s = rate, each_s
+        if always_s and best == plain_rate:
             return 1.0
         return max(_LEAST_CHANCE, _MARGIN * added_s * best)
 

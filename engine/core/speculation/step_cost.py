@@ -20,9 +20,9 @@ from bisect import bisect
 from dataclasses import dataclass
 
 _NEWEST = 0.2  # weight of a new measurement against all older ones
+_FASTER = 0.5  # the same for guesses that took less time: no disturbance makes them faster
 _MOST_TIMES = 2.0  # the most that a measurement counts for, as a multiple of the expected time
 _TRUSTED = 2  # measurements; with fewer, the time may be an outlier
-_FASTER = 0.5  # the same for guesses that took less time: no disturbance makes them faster
 _KEPT_STEPS = 512  # times are then measured anew, also because sequences have become longer or shorter
 _REACH = 4.0  # an added time is also used for steps with up to this multiple of the tokens
 
