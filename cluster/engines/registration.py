@@ -55,7 +55,7 @@ class GroupRegistration:
         await self._call("leave", why)
 
     async def leave_drained(self, drained: Drained) -> None:
-        """As `leave`, for a group whose drain the directory counts."""
+        """Send no more heartbeats, and remove the group, whose drain the directory counts."""
         self._end_heartbeats()
         await self._call("drained", drained)
 

@@ -169,9 +169,8 @@ def join_tp_read_group(
     registered.
     """
     settings = settings or TransferSettings()
-    agent_name = (
-        f"{engine_id}:{me.rank}:{secrets.token_hex(8)}"  # all agents that a peer knows must have different names
-    )
+    # All agents that a peer knows must have different names.
+    agent_name = f"{engine_id}:{me.rank}:{secrets.token_hex(8)}"
 
     def begin(channel: Channel, route: Route) -> GroupMember:
         reader = RankReader(me.rank, region, open_transport(settings, region, agent_name), staged=staged)

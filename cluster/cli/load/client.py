@@ -30,7 +30,7 @@ from .requests import LoadRequest, load_requests, paced
 
 TIMEOUT_S = 600.0
 READY_PERIOD_S = 1.0  # between two checks of whether the server is ready
-SAID_CHARS = 500  # of an answer of the server that a message quotes
+QUOTED_CHARS = 500  # of an answer of the server that a message quotes
 
 
 class _Usage(msgspec.Struct):
@@ -231,9 +231,9 @@ class _ServersTokens:
         async with self._client.post(self._load.at(route), json={"model": self._model, **body}) as answer:
             _check_key(answer, self._load)
             if 400 <= answer.status < 500:
-                said = (await answer.text())[:SAID_CHARS]
+                quoted = (await answer.text())[:QUOTED_CHARS]
                 raise ServerUnfit(
-                    f"{url} answers {route} with status {answer.status}: {said}\n"
+                    f"{url} answers {route} with status {answer.status}: {quoted}\n"
                     "If it has no such route, name the model with --tokenizer"
                 )
             answer.raise_for_status()
