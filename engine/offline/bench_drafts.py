@@ -15,6 +15,7 @@ lower temperature, at which the model writes its usual kind of text.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,8 +127,8 @@ def drafts(
     def whole(_: str, prompt: Sequence[int]) -> list[int]:
         return [*prompt, *known.get(tuple(prompt), ())]
 
-    with engine_for(model, args) as llm:
-        baseline = [_decode(llm, batch, temperature) for batch in batches]
+    baseline = _without_drafts(model, args, batches, temperature)
+    gc.collect()  # its blocks may have all of a GPU's memory
     for each in baseline:
         known.update(each.answers)
     method = {"method": "suffix", "num_speculative_tokens": num_drafts}
@@ -155,6 +156,13 @@ def drafts(
     if edit_every is not None:
         chosen["edit_every"] = edit_every
     return {**chosen, "batches": results}
+
+
+def _without_drafts(
+    model: str, args: Mapping[str, Any], batches: Sequence[RandomBatch], temperature: float
+) -> list[_Decoded]:
+    with engine_for(model, args) as llm:
+        return [_decode(llm, batch, temperature) for batch in batches]
 
 
 def edited(answer: Sequence[int], every: int, vocab_size: int) -> list[int]:

@@ -89,7 +89,7 @@ def make() -> Iterator[Callable[..., LLM]]:
         gc.collect()
         torch.cuda.empty_cache()
         (folder / "config.json").write_text(json.dumps(config))
-        small = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.3}
+        small = {"load_format": "dummy", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 30}
         made.append(LLM(str(folder), **{**small, "max_num_seqs": 64, "max_num_batched_tokens": 2048, **args}))
         return made[0]
 
@@ -217,7 +217,7 @@ def test_a_steady_decode_step_is_one_replay_and_writes_nothing(
 def test_random_lengths_never_run_out_of_memory_and_compile_nothing(
     make: Callable[..., LLM], tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    llm = make(tmp_path, config, gpu_memory_utilization=0.8, max_num_batched_tokens=8192)
+    llm = make(tmp_path, config, kv_cache_memory_bytes=None, gpu_memory_utilization=0.8, max_num_batched_tokens=8192)
     free, total = torch.cuda.mem_get_info()
     assert (total - free) / total < 0.82
     rng = random.Random(1)

@@ -90,7 +90,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
         made.clear()
         gc.collect()
         torch.cuda.empty_cache()
-        small = {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.2, "max_num_batched_tokens": 512}
+        small = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 28, "max_num_batched_tokens": 512}
         made.append(LLM(str(folder), **{**small, "max_num_seqs": 16, "dtype": "bfloat16", **args}))
         return made[0]
 

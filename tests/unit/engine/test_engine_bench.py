@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +82,28 @@ def test_a_drafter_of_the_engine_is_measured_as_it_is(checkpoint: Path, monkeypa
     assert result["speculative_config"] == itself
     (found,) = result["batches"]
     assert found["spec_decode_acceptance_length"] > 2.8
+
+
+def test_the_engine_without_drafts_is_gone_before_the_one_with_drafts_starts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[Any]] = []
+
+    def engine_for(model: str, args: dict[str, Any]) -> Any:
+        assert all(core() is None for core in alive), "its blocks would take the memory"
+        llm = bench.engine_for(model, args)
+        alive.append(weakref.ref(llm.engine.core))
+        return llm
+
+    monkeypatch.setattr(bench_drafts, "engine_for", engine_for)
+    bench_drafts.drafts(
+        str(checkpoint),
+        [bench.RandomBatch(1, 20, 3)],
+        num_drafts=1,
+        acceptance=0.5,
+        engine_args={**ARGS, "device": "cpu"},
+    )
+    assert len(alive) == 2
 
 
 def test_an_edit_trace_expects_answers_that_differ_in_a_few_tokens(
