@@ -1,9 +1,9 @@
 """The tuner: measures the best options of each op on this machine's GPU, and writes them for `tuned.config`.
 
-    python -m baton.kernels.tune [OP ...] [--out DIR]
+    python -m baton.kernels.tune [OP ...] [--only NAME=VALUE ...] [--out DIR]
 
-An op is included if it has a module `tuning.py` with a function `problems(device) -> Iterable[Problem]`. The file for
-this device and this version of Triton is overwritten.
+An op is included if it has a module `tuning.py` with a function `problems(device) -> Iterable[Problem]`. Results go
+into the file for this device and this version of Triton; what it has of other shapes stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,14 +43,38 @@ class Problem:
     make_run: Callable[[Options], Callable[[], object]]
 
 
-def tune(op: str, device: torch.device, root: Path = LIBRARY, compiler: Compiler | None = None) -> Path:
-    """Measure all problems of an op, and return the file written under `root`. Raises `ValueError` as `best` does."""
-    problems = list(importlib.import_module(f"{library_name}.{op}.tuning").problems(device))
-    entries = [Entry(problem.key, best(problem, device, compiler)) for problem in track(problems, op)]
+def tune(
+    op: str,
+    device: torch.device,
+    root: Path = LIBRARY,
+    compiler: Compiler | None = None,
+    only: Mapping[str, str] | None = None,
+) -> Path:
+    """Measure an op's problems, or those with certain values in their keys, and return the file written under `root`.
+
+    Raises `ValueError` if there are no such problems, and as `best` does.
+    """
+    wanted = dict(only or {})
+    problems = [
+        problem
+        for problem in importlib.import_module(f"{library_name}.{op}.tuning").problems(device)
+        if wanted.items() <= {name: str(value) for name, value in problem.key.items()}.items()
+    ]
+    if not problems:
+        raise ValueError(f"{op} has no shape with {wanted}")
+    measured = {
+        _words(problem.key): Entry(problem.key, best(problem, device, compiler)) for problem in track(problems, op)
+    }
     path = path_for(op, device_name(device), root)
+    before = [Entry(**entry) for entry in json.loads(path.read_text())] if path.exists() else []
+    entries = [measured.pop(_words(entry.key), entry) for entry in before] + list(measured.values())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(as_json(entries))
     return path
+
+
+def _words(key: Key) -> tuple[tuple[str, int | str], ...]:
+    return tuple(sorted(key.items()))
 
 
 def best(problem: Problem, device: torch.device, compiler: Compiler | None = None) -> Options:
@@ -94,18 +118,23 @@ def ops_with_tuning() -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m baton.kernels.tune", description=__doc__.partition("\n")[0])
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"of {', '.join(ops_with_tuning())}; by default all")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME=VALUE", help="shapes with these values in their keys"
+    )
     parser.add_argument("--out", type=Path, default=LIBRARY, help="folder to write into instead of the library")
     given = parser.parse_args(arguments)
     unknown = sorted(set(given.ops) - set(ops_with_tuning()))
     if unknown:
         parser.error(f"nothing to tune in {', '.join(unknown)}: choose from {', '.join(ops_with_tuning())}")
+    if words := [word for word in given.only if "=" not in word]:
+        parser.error(f"--only {' '.join(words)}: give NAME=VALUE, such as num_experts=512")
     if not torch.cuda.is_available():
         sys.exit("there is no GPU here to measure on")
     device = torch.device("cuda", torch.cuda.current_device())
     compiler = start_compiler()
     try:
         for op in given.ops or ops_with_tuning():
-            print(tune(op, device, given.out, compiler))
+            print(tune(op, device, given.out, compiler, dict(word.split("=", 1) for word in given.only)))
     finally:
         if compiler is not None:
             compiler.close()

@@ -155,7 +155,9 @@ def vllm_pair(options: argparse.Namespace, folder: Path) -> Commands:
         port = options.port + offset
         command = [*vllm_command(options), "--port", str(port), "--kv-transfer-config", transfers]
         if len(options.gpus) == 1:
-            command += ["--kv-cache-memory-bytes", str(round(gib * GIB)), "--gpu-memory-utilization", "0.45"]
+            # With a size of its own for the cache, vLLM only asks whether this share is free.
+            memory = ["--kv-cache-memory-bytes", str(round(gib * GIB)), "--gpu-memory-utilization", "0.15"]
+            command += memory
         commands.append(command)
         gpu = visible([options.gpus[index % len(options.gpus)]] if options.gpus else [])
         environments.append({"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 50), "UCX_NET_DEVICES": "all", **gpu})

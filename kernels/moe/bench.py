@@ -16,6 +16,7 @@ SMALL = {"small": (8, 2, 512, 256)}  # experts, top k, hidden size, width of an 
 LARGE = {
     "qwen3-30b-a3b": (128, 8, 2048, 768),
     "dsv2-lite": (64, 6, 2048, 1408),
+    "qwen3-next": (512, 10, 2048, 512),
     "gpt-oss-20b": (32, 4, 2880, 2880),
     "mixtral-8x7b": (8, 2, 4096, 14336),
     "qwen3-30b-a3b in 8 bits": (128, 8, 2048, 768),

@@ -21,7 +21,11 @@ from torch import Tensor
 from baton.kernels.launch import cdiv, next_power_of_2
 from baton.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-CHUNK_TOKENS = 1024  # tokens of one program; more are first counted chunk by chunk
+CHUNK_TOKENS = 1024  # most tokens of a chunk
+# If every program counts the pairs of all experts, that takes time in proportion to pairs x experts. Above this
+# product, a kernel of its own counts them chunk by chunk, but in few chunks up to `CHUNK_TOKENS` tokens.
+COUNTED_BY_ALL = 1 << 19
+FEW_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,14 @@ def most_tiles(num_pairs: int, num_experts: int, block_rows: int) -> int:
     return ends + (num_pairs - ends) // block_rows
 
 
+def chunk_tokens(num_tokens: int, places: int, experts: int) -> int:
+    """Return the tokens of a chunk: a power of two, as a token's `places` of pairs and the number of `experts` are."""
+    whole = max(16, next_power_of_2(num_tokens))
+    if whole > CHUNK_TOKENS:
+        return CHUNK_TOKENS
+    return min(whole, max(16, whole // FEW_CHUNKS, COUNTED_BY_ALL // (places * experts)))
+
+
 def align(expert_ids: Tensor, num_experts: int, block_rows: int) -> RowTiles:
     """Sort and cut the pairs of expert_ids [T, K] int32."""
     num_tokens, top_k = expert_ids.shape
@@ -51,7 +63,7 @@ def align(expert_ids: Tensor, num_experts: int, block_rows: int) -> RowTiles:
     order = torch.empty(num_tokens * top_k, dtype=torch.int32, device=device)
     table = torch.empty((most_tiles(num_tokens * top_k, num_experts, block_rows), 3), dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
-    block_tokens = min(CHUNK_TOKENS, max(16, next_power_of_2(num_tokens)))
+    block_tokens = chunk_tokens(num_tokens, next_power_of_2(top_k), next_power_of_2(num_experts))
     num_chunks = cdiv(num_tokens, block_tokens)
     meta = {
         "TOP_K": top_k,

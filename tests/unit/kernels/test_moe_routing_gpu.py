@@ -78,6 +78,25 @@ def test_tiles_hold_every_pair_once_by_expert_in_order(
     check_tiles(expert_ids, num_experts, block_rows)
 
 
+@pytest.mark.parametrize("num_tokens", [40, 70, 129])
+def test_many_experts_are_counted_chunk_by_chunk(
+    num_tokens: int, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {40: 16, 70: 16, 129: 32}[num_tokens]
+    monkeypatch.setattr(alignment, "COUNTED_BY_ALL", 16 * 4 * 8)
+    assert alignment.chunk_tokens(num_tokens, places=4, experts=8) == expected
+    check_tiles(mixture(num_tokens, 6, 3, 4, 4, padding=3).expert_ids.to(triton_device), 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "experts", "places", "chunk"),
+    [(64, 512, 16, 64), (256, 512, 16, 64), (1000, 512, 16, 128), (5000, 512, 16, 1024), (512, 128, 8, 512)]
+    + [(1, 128, 8, 16), (16384, 64, 8, 1024)],
+)
+def test_tokens_of_a_chunk(num_tokens: int, experts: int, places: int, chunk: int) -> None:
+    assert alignment.chunk_tokens(num_tokens, places, experts) == chunk
+
+
 def test_a_token_may_have_an_expert_twice(triton_device: torch.device) -> None:
     check_tiles(torch.tensor([[2, 2, 0], [0, 2, 0]], dtype=torch.int32, device=triton_device), 4, 2)
 

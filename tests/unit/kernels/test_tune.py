@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -109,3 +110,21 @@ def test_an_op_without_problems_is_refused_by_name(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         tune.main(["rms_nrom"])
     assert "nothing to tune in rms_nrom" in capsys.readouterr().err
+
+
+def test_some_shapes_are_measured_again_and_the_others_stay(
+    seconds: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds.update({32: 1.0, 64: 2.0})
+    module = types.ModuleType("tuning")
+    module.problems = lambda device: [problem(32, 64, rows=rows) for rows in (1, 8)]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "baton.kernels.linear.tuning", module)
+    monkeypatch.setattr(tune, "device_name", lambda device: "NVIDIA_H200")
+    tune.tune("linear", CPU, tmp_path)
+    seconds[32] = 3.0
+    module.problems = lambda device: [problem(32, 64, rows=rows) for rows in (8, 9)]  # type: ignore[attr-defined]
+    path = tune.tune("linear", CPU, tmp_path, only={"rows": "8"})
+    found = [(entry["key"]["rows"], entry["config"]["BLOCK"]) for entry in json.loads(path.read_text())]
+    assert found == [(1, 32), (8, 64)]
+    with pytest.raises(ValueError, match="linear has no shape with {'rows': '80'}"):
+        tune.tune("linear", CPU, tmp_path, only={"rows": "80"})
