@@ -28,6 +28,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -73,14 +74,14 @@ def processes(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None or number is signal.SIGKILL:
             try:
                 os.killpg(process.pid, number)
             except ProcessLookupError:
                 return
         try:
-            process.wait(ENDS_S / 2)
+            process.wait(ENDS_S)
         except subprocess.TimeoutExpired:
             continue
 
@@ -99,6 +100,13 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
             pass
         time.sleep(0.5)
     raise SystemExit(f"{url}/health does not answer")
+
+
+def require_free(port: int) -> None:
+    """Raise `SystemExit` if a program listens at this port: it would be measured in place of the server."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise SystemExit(f"a program listens at port {port}: end it, or choose another with --port")
 
 
 Commands = tuple[list[list[str]], list[dict[str, str]]]  # commands, and the variables that each adds to its environment
@@ -253,6 +261,7 @@ def bench(options: argparse.Namespace, length: str, clients: int, num_prompts: i
 
 
 def measure(options: argparse.Namespace) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends the servers first
     out = Path(options.out)
     known = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     done = {(row["model"], row["server"], row["length"], row["clients"]) for row in known}
@@ -265,6 +274,7 @@ def measure(options: argparse.Namespace) -> None:
         left = [cell for cell in cells if (model, server, *cell) not in done]
         if not left:
             continue
+        require_free(options.port)
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             commands, environments = SERVERS[server](options, Path(folder))

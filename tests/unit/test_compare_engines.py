@@ -26,6 +26,7 @@ def wait_until(holds):
 
 class SamplingParams:
     def __init__(self, **given):
+        assert given["temperature"] <= 2, "as vLLM"
         self.max_tokens = given["max_tokens"]
 
 class LLM:
