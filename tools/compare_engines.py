@@ -27,16 +27,15 @@ results goes to `--out` as it comes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import turns
 
 ENGINES = ("baton", "vllm")
 SIZES = {"max_model_len": 40960, "max_num_seqs": 512, "max_num_batched_tokens": 16384}
@@ -44,7 +43,6 @@ DRAFTED_SIZES = {"max_model_len": 4096, "max_num_seqs": 64}
 GPU_SHARE = 0.85
 DRAFTED_TEMPERATURE = {"baton": 20.0, "vllm": 1.0}  # at 20, random numbers decide nearly alone; vLLM allows 2 at most
 NUM_RUNS = 3  # the shortest counts
-READY, GO = "READY", "go"
 
 
 # In an engine's process
@@ -125,9 +123,7 @@ WORK = {"standard": standard_work, "drafts": drafted_work}
 
 
 def engine_process(options: argparse.Namespace, name: str, model: Path) -> None:
-    """Start an engine, say so, wait for the word on standard input, and print its figures."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what else is printed goes to the log
+    """Start an engine, wait for its turn, and print its figures."""
     sizes: dict[str, Any] = dict(SIZES if options.work == "standard" else DRAFTED_SIZES)
     if options.kv_gib:
         sizes["kv_cache_memory_bytes"] = round(options.kv_gib[0] * (1 << 30))
@@ -140,62 +136,24 @@ def engine_process(options: argparse.Namespace, name: str, model: Path) -> None:
     if options.kv_cache_dtype:
         sizes["kv_cache_dtype"] = options.kv_cache_dtype
     more = json.loads(options.baton if name == "baton" else options.vllm)
-    engine = Engine(name, model, {"load_format": options.load_format, **sizes, **more})
-    print(READY, file=answers)
-    if sys.stdin.readline().strip() != GO:
-        return
-    print(json.dumps({"start_s": engine.start_s, **WORK[options.work](engine)}), file=answers)
+    with turns.answers() as stream:
+        engine = Engine(name, model, {"load_format": options.load_format, **sizes, **more})
+        if turns.wait_for_turn(stream):
+            print(json.dumps({"start_s": engine.start_s, **WORK[options.work](engine)}), file=stream)
 
 
 # The process that starts the others
 
 
-class Started:
-    """A process with an engine."""
-
-    def __init__(self, options: argparse.Namespace, name: str, model: Path, kv_gib: float | None) -> None:
-        self.name, self.model = name, model
-        path = options.baton_path if name == "baton" else options.vllm_path
-        environment = dict(os.environ, **({"PYTHONPATH": path} if path else {}))
-        words = [sys.executable, __file__, str(model), "--process", name, "--work", options.work]
-        words += ["--load-format", options.load_format, "--baton", options.baton, "--vllm", options.vllm]
-        words += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
-        words += ["--kv-gib", str(kv_gib)] if kv_gib is not None else []
-        log = Path(options.out).with_suffix(f".{model.name}.{name}.log").open("w")
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=log, env=environment, text=True)
-
-    def lines(self) -> Iterator[str]:
-        assert self.process.stdout is not None
-        return (line.strip() for line in self.process.stdout)
-
-    def is_ready(self) -> bool:
-        """Wait until the engine has started, or its process has ended."""
-        return any(line == READY for line in self.lines())
-
-    def figures(self) -> dict[str, float] | None:
-        """Measure; None if the process ends without figures."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(f"{GO}\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:  # it ended while it waited
-            return None
-        for line in self.lines():
-            if line.startswith("{"):
-                found: dict[str, float] = json.loads(line)
-                return found
-        return None
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # what it was not told any more
-            self.process.stdin.close()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+def started(options: argparse.Namespace, name: str, model: Path, kv_gib: float | None) -> turns.Started:
+    """Start the process of an engine."""
+    path = options.baton_path if name == "baton" else options.vllm_path
+    words = [sys.executable, __file__, str(model), "--process", name, "--work", options.work]
+    words += ["--load-format", options.load_format, "--baton", options.baton, "--vllm", options.vllm]
+    words += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
+    words += ["--kv-gib", str(kv_gib)] if kv_gib is not None else []
+    log = Path(options.out).with_suffix(f".{model.name}.{name}.log")
+    return turns.Started(words, log, {"PYTHONPATH": path} if path else {})
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -205,13 +163,13 @@ def compare(options: argparse.Namespace) -> None:
     asked = [(name, model, gib) for name in options.engines for model, gib in zip(models, sizes, strict=True)]
     batches = [asked] if options.together else [[each] for each in asked]
     for batch in batches:
-        started = [Started(options, *each) for each in batch]
-        ready = [each for each in started if each.is_ready()]
-        for each in started:
-            figures = each.figures() if each in ready else None
-            each.end()
-            row: dict[str, Any] = {"model": each.model.name, "engine": each.name, "work": options.work}
-            row |= {"failed": True} if figures is None else figures
+        processes = [(*each, started(options, *each)) for each in batch]
+        ready = [process for *_, process in processes if process.is_ready()]
+        for name, model, _, process in processes:
+            figures = process.work() if process in ready else []
+            process.end()
+            row: dict[str, Any] = {"model": model.name, "engine": name, "work": options.work}
+            row |= figures[0] if figures else {"failed": True}
             with Path(options.out).open("a") as lines:
                 lines.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)

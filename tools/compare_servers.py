@@ -35,9 +35,11 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import turns
 
 PREFILL, DECODE = 100, 200  # offsets from the port to those of a vLLM pair's engines
 STARTS_S = 400.0
@@ -270,29 +272,38 @@ def measure(options: argparse.Namespace) -> None:
     if options.cells:
         named = [cell.partition(":") for cell in options.cells]
         cells = [(length, int(clients)) for length, _, given in named for clients in given.split(",")]
-    for server in options.servers:
-        left = [cell for cell in cells if (model, server, *cell) not in done]
-        if not left:
-            continue
-        require_free(options.port)
-        began_s = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            commands, environments = SERVERS[server](options, Path(folder))
-            log = out.with_suffix(f".{model}.{server}.log")
-            with processes(commands, environments, log) as last:
-                wait_until_ready(f"http://127.0.0.1:{options.port}", last)
-                ready_s = time.monotonic() - began_s
-                for length in dict.fromkeys(length for length, _ in left):
-                    bench(options, length, 8, 16, seed=0)
-                    for clients in [clients for each, clients in left if each == length]:
-                        cell = {"model": model, "server": server, "length": length, "clients": clients}
-                        result = bench(
-                            options, length, clients, num_prompts(length, clients), seed=seed_of(length, clients)
-                        )
-                        figures = {name: result[name] for name in FIGURES}
-                        counts = {"completed": result["completed"], "failed": result.get("failed", 0)}
-                        with out.open("a") as lines:
-                            lines.write(json.dumps({**cell, **counts, **figures, "ready_s": ready_s}) + "\n")
+    with turns.answers() if options.in_turn else nullcontext() as stream:
+        for server in options.servers:
+            left = [cell for cell in cells if (model, server, *cell) not in done]
+            for row in figures_of(server, left, options, stream) if left else ():
+                line = json.dumps({"model": model, "server": server, **row})
+                with out.open("a") as lines:
+                    lines.write(line + "\n")
+                if stream is not None:
+                    print(line, file=stream)
+
+
+def figures_of(
+    server: str, cells: Sequence[tuple[str, int]], options: argparse.Namespace, stream: TextIO | None
+) -> Iterator[dict[str, Any]]:
+    """Start a server, wait for its turn if there is a `stream` to say so, and yield the figures of each cell."""
+    require_free(options.port)
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        commands, environments = SERVERS[server](options, Path(folder))
+        log = Path(options.out).with_suffix(f".{Path(options.model).name}.{server}.log")
+        with processes(commands, environments, log) as last:
+            wait_until_ready(f"http://127.0.0.1:{options.port}", last)
+            ready_s = time.monotonic() - began_s
+            if stream is not None and not turns.wait_for_turn(stream):
+                return
+            for length in dict.fromkeys(length for length, _ in cells):
+                bench(options, length, 8, 16, seed=0)
+                for clients in [clients for each, clients in cells if each == length]:
+                    result = bench(options, length, clients, num_prompts(length, clients), seed_of(length, clients))
+                    counts = {"completed": result["completed"], "failed": result.get("failed", 0)}
+                    figures = {name: result[name] for name in FIGURES}
+                    yield {"length": length, "clients": clients, **counts, **figures, "ready_s": ready_s}
 
 
 def seed_of(length: str, clients: int) -> int:
@@ -341,6 +352,7 @@ def main() -> None:
     parser.add_argument("--vllm-options", default="", help="more options of each `vllm serve`")
     parser.add_argument("--out", default="results.jsonl")
     parser.add_argument("--table", type=Path, help="print what is in this file")
+    parser.add_argument("--in-turn", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--proxy", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.proxy:

@@ -167,6 +167,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     # Cut, so that their weights fit beside caches.
     "qwen3-next-8": QWEN3_NEXT | {"num_hidden_layers": 8},
+    "qwen3-next-8-mtp": QWEN3_NEXT | {"num_hidden_layers": 8, "vocab_size": 32000, "num_nextn_predict_layers": 1},
     "qwen3-next-16-mtp": QWEN3_NEXT | {"num_hidden_layers": 16, "vocab_size": 32000, "num_nextn_predict_layers": 1},
 }
 

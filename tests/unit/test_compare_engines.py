@@ -10,60 +10,9 @@ from typing import Any
 
 import pytest
 
+from ..helpers.peers import ENGINE
+
 TOOL = Path(__file__).parents[2] / "tools" / "compare_engines.py"
-# A step takes 5 ms, a token of a prompt 0.01 ms. Of four tokens of a request, a step with drafts gives three.
-STAND_IN = """
-import json, os, threading, time
-from pathlib import Path
-from types import SimpleNamespace
-
-now = 0.0
-time.perf_counter = lambda: now
-
-def wait_until(holds):
-    while not holds():
-        time.sleep(0.01)
-
-class SamplingParams:
-    def __init__(self, **given):
-        assert given["temperature"] <= 2, "as vLLM"
-        self.max_tokens = given["max_tokens"]
-
-class LLM:
-    def __init__(self, model, **options):
-        global now
-        now += 30.0
-        print("{not an answer")
-        self.folder, self.drafts = Path(model), 0
-        (self.folder / "options").write_text(json.dumps(options))
-        (self.folder / "process").write_text(str(os.getpid()))
-        dies = self.folder / "dies"
-        self.dies = dies.read_text() if dies.exists() else ""
-        if self.dies == "at the start":
-            os._exit(1)
-        if self.dies == "while another is measured":
-            threading.Thread(target=self.die_late, daemon=True).start()
-
-    def die_late(self):
-        wait_until((self.folder.parent / "working").exists)
-        os._exit(1)
-
-    def generate(self, prompts, params, use_tqdm):
-        global now
-        if self.dies == "at work":
-            os._exit(1)
-        if self.dies == "after another":
-            (self.folder.parent / "working").touch()
-            other = (self.folder.parent / "other" / "process").read_text()
-            wait_until(lambda: ") Z " in Path(f"/proc/{other}/stat").read_text())
-        now += 1e-5 * sum(len(prompt["prompt_token_ids"]) for prompt in prompts) + 5e-3 * params[0].max_tokens
-        self.drafts += sum(each.max_tokens // 4 for each in params)
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * each.max_tokens)]) for each in params]
-
-    def get_metrics(self):
-        counts = {"drafts": self.drafts, "accepted_tokens": 2 * self.drafts}
-        return [SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=count) for name, count in counts.items()]
-"""
 
 
 class Bench:
@@ -72,7 +21,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.out = folder / "results.jsonl"
-        (folder / "vllm.py").write_text(STAND_IN)
+        (folder / "vllm.py").write_text(ENGINE)
 
     def model(self, name: str, dies: str = "") -> Path:
         folder = self.folder / name

@@ -15,40 +15,9 @@ from typing import Any
 
 import pytest
 
+from ..helpers.peers import CLIENT, SERVER
+
 TOOL = Path(__file__).parents[2] / "tools" / "compare_servers.py"
-CLIENT = """
-import asyncio, os
-from pathlib import Path
-
-def add_cli_args(parser):
-    for name in ("backend", "base-url", "endpoint", "model", "tokenizer", "dataset-name", "temperature", "seed"):
-        parser.add_argument(f"--{name}")
-    for name in ("random-input-len", "random-output-len", "max-concurrency", "num-prompts"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--percentile-metrics")
-    parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--disable-tqdm", action="store_true")
-
-async def main_async(given):
-    if os.environ.get("HANGS"):
-        Path(os.environ["HANGS"]).touch()
-        await asyncio.sleep(600)
-    times = dict.fromkeys(("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms"), 1.5)
-    return {"output_throughput": 10.0 * given.max_concurrency, "completed": given.num_prompts, "failed": 0, **times}
-"""
-SERVER = """
-import os, sys
-from pathlib import Path
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-class Healthy(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-Path(sys.argv[0]).with_name(f"process.{os.getpid()}").touch()
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
-"""
 
 
 class Comparison:

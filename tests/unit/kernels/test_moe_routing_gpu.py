@@ -90,8 +90,10 @@ def test_many_experts_are_counted_chunk_by_chunk(
 
 @pytest.mark.parametrize(
     ("num_tokens", "experts", "places", "chunk"),
-    [(64, 512, 16, 64), (256, 512, 16, 64), (1000, 512, 16, 128), (5000, 512, 16, 1024), (512, 128, 8, 512)]
-    + [(1, 128, 8, 16), (16384, 64, 8, 1024)],
+    [
+        *((64, 512, 16, 64), (256, 512, 16, 64), (1000, 512, 16, 128), (5000, 512, 16, 1024)),
+        *((1, 128, 8, 16), (512, 128, 8, 512), (16384, 64, 8, 1024)),
+    ],
 )
 def test_tokens_of_a_chunk(num_tokens: int, experts: int, places: int, chunk: int) -> None:
     assert alignment.chunk_tokens(num_tokens, places, experts) == chunk

@@ -126,5 +126,5 @@ def test_some_shapes_are_measured_again_and_the_others_stay(
     path = tune.tune("linear", CPU, tmp_path, only={"rows": "8"})
     found = [(entry["key"]["rows"], entry["config"]["BLOCK"]) for entry in json.loads(path.read_text())]
     assert found == [(1, 32), (8, 64)]
-    with pytest.raises(ValueError, match="linear has no shape with {'rows': '80'}"):
+    with pytest.raises(ValueError, match=r"linear has no shape with \{'rows': '80'\}"):
         tune.tune("linear", CPU, tmp_path, only={"rows": "80"})
