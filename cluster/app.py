@@ -29,7 +29,7 @@ from .logs import LogFormat
 from .membership.draining import LONGEST_S
 from .planning.model_checks import check_model
 from .serve_policy import FollowDirectory
-from .spec import REPLICA_CPUS, Fleet, FleetSpec, load_spec
+from .spec import REPLICA_CPUS, Fleet, FleetSpec, Reservations, load_spec
 from .spec.serve_llm import application_args
 
 ROOT = "gateway"  # name of the root deployment
@@ -49,8 +49,8 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     spec = load_spec(args)
     check_model(spec)
     plain, engine_args = spec.model_dump(mode="json", exclude_unset=True), spec.engine_args()
-    gpus = ray.cluster_resources().get("GPU", 0.0)
-    engines = [_engines(spec, role, engine_args, gpus) for role in spec.fleets.present]
+    reservations = Reservations(spec, ray.cluster_resources().get("GPU", 0.0))
+    engines = [_engines(spec, role, engine_args, reservations) for role in spec.fleets.present]
     root = _gateways(spec) if spec.load_balancing is LoadBalancing.INTERNAL else _controller(spec)
     return root.bind(plain, engines)
 
@@ -63,8 +63,8 @@ def build_openai_app(serving_args: Any) -> serve.Application:
     return build_app(application_args(serving_args))
 
 
-def _engines(spec: FleetSpec, role: Role, args: dict[str, Any], gpus: float) -> serve.Application:
-    """Bind the deployment of one fleet's engines; `gpus` is the number of GPUs in the cluster."""
+def _engines(spec: FleetSpec, role: Role, args: dict[str, Any], reservations: Reservations) -> serve.Application:
+    """Bind the deployment of one fleet's engines."""
     fleet = spec.fleets.present[role]
     saving_s = 0.0 if fleet.kv_tiers is None else fleet.kv_tiers.save_s
     deployment = serve.deployment(
@@ -72,7 +72,7 @@ def _engines(spec: FleetSpec, role: Role, args: dict[str, Any], gpus: float) -> 
         **_size(fleet),
         ray_actor_options={"num_cpus": REPLICA_CPUS},
         # The bundles include those of the workers: only the loss of its own machines ends a group.
-        placement_group_bundles=spec.bundles_of(role, gpus),
+        placement_group_bundles=reservations.bundles_of(role),
         placement_group_strategy="PACK",
         logging_config=_serves_log(spec),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -81,7 +81,7 @@ def _engines(spec: FleetSpec, role: Role, args: dict[str, Any], gpus: float) -> 
         graceful_shutdown_timeout_s=fleet.drain_timeout_s + LONGEST_S + SHUTDOWN_S + saving_s,
         graceful_shutdown_wait_loop_s=0.1,
     )(EngineReplica)
-    return deployment.bind(args, role.value, spec.bundle_of(role, gpus))
+    return deployment.bind(args, role.value, reservations.bundle_of(role))
 
 
 def _size(fleet: Fleet) -> dict[str, Any]:

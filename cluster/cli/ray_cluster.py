@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster.disks import default_ray_folder
-from baton.cluster.spec import FleetSpec
+from baton.cluster.spec import FleetSpec, Reservations
 from baton.engine.net.sockets import split_endpoint
 
 # Ray's own switches, which it reads when it is imported.
@@ -94,10 +94,11 @@ def missing_capacity(spec: FleetSpec, stop: threading.Event) -> str:
     import ray
 
     total = ray.cluster_resources()
-    if missing := spec.missing_gpus(total.get("GPU", 0.0)) or spec.missing_markers(total):
+    reservations = Reservations(spec, total.get("GPU", 0.0))
+    if missing := reservations.missing_gpus() or reservations.missing_markers(total):
         return missing
     until_s = time.monotonic() + FREED_S
-    while missing := spec.missing_capacity(ray.available_resources(), total):
+    while missing := reservations.missing_capacity(ray.available_resources(), total):
         if _may_grow():
             return ""
         if time.monotonic() > until_s:

@@ -7,7 +7,7 @@
     5  wait_for_end   when one process ends, all others are ended
 
 rank = dp_rank x tp_size + tp_rank. Ranks with tp_rank 0 are leaders: they hold the engines that gateways talk to. Serve
-creates and removes the placement group with the replica, which runs in its first bundle (`FleetSpec.bundles_of`).
+creates and removes the placement group with the replica, which runs in its first bundle (`Reservations.bundles_of`).
 """
 
 from __future__ import annotations

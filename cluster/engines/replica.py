@@ -24,7 +24,7 @@ from baton.cluster.logs import configure
 from baton.cluster.membership.directory_client import ANSWER_S, DirectoryClient, keep_app_alive
 from baton.cluster.membership.draining import drain
 from baton.cluster.membership.members import HeartbeatReply
-from baton.cluster.spec import Bundle, FleetSpec, load_spec
+from baton.cluster.spec import Bundle, FleetSpec, Reservations, load_spec
 from baton.engine.net.curve import ClusterKey
 
 from .group import GroupCannotStart, WorkerGroup
@@ -186,7 +186,7 @@ def check_gpus(spec: FleetSpec, role: Role, bundle: Bundle) -> None:
     """Refuse to run on CPUs by mistake. Raises `GroupCannotStart` if this machine has GPUs and none is reserved."""
     here = ray.get_runtime_context().get_node_id()
     gpus = next(node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["NodeID"] == here)
-    if spec.gpus_of(role, gpus) > bundle.get("GPU", 0.0):
+    if Reservations(spec, gpus).gpus_of(role) > bundle.get("GPU", 0.0):
         raise GroupCannotStart(
             f"this machine has {gpus:g} GPUs, of which none are reserved: the cluster had none when the application was"
             f" deployed. Deploy it again, or set fleets.{role}.num_gpus: 1, or engine.device: cpu"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from baton.cluster.contracts import Role
 from baton.cluster.engines.launch import assign_ranks
 from baton.cluster.pluralize import pluralize
-from baton.cluster.spec import FleetSpec
+from baton.cluster.spec import FleetSpec, Reservations
 from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES, GroupLayout
 from baton.engine.hf_config.errors import ModelError
@@ -253,8 +253,9 @@ def _step_bytes(model: ModelConfig, config: EngineConfig, steps: StepSizes) -> i
 
 
 def _too_large_for_a_node(spec: FleetSpec, machines: Machines) -> Iterator[str]:
+    reservations = Reservations(spec, machines.gpus_per_node)
     for role in spec.fleets.present:
-        each = spec.gpus_of(role, cluster_gpus=machines.gpus_per_node)
+        each = reservations.gpus_of(role)
         if each > machines.gpus_per_node:
             yield f"{role}: a worker needs {each:g} GPUs, a node has {machines.gpus_per_node}"
 
@@ -274,9 +275,10 @@ def _too_small_tiers(plan: Plan) -> Iterator[str]:
 def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:
     """Place all ranks as Ray's PACK does: a group on as few nodes as possible, groups one after the other."""
     free: list[float] = []
+    reservations = Reservations(spec, machines.gpus_per_node)
     for role, fleet in spec.fleets.present.items():
         config = spec.engine_config(role)
-        each = spec.gpus_of(role, cluster_gpus=machines.gpus_per_node)
+        each = reservations.gpus_of(role)
         for group in range(fleet.bounds.max_replicas):
             nodes = _pack(free, config.world_size, each, machines.gpus_per_node)
             first = spec.first_rank(role) + group * config.data_parallel_size
@@ -346,7 +348,8 @@ def _note_what_is_slow(plan: Plan) -> None:
 
 
 def _note_shared_gpus(plan: Plan) -> None:
-    shares = {fleet.role: plan.spec.gpus_of(fleet.role, plan.machines.gpus_per_node) for fleet in plan.fleets}
+    reservations = Reservations(plan.spec, plan.machines.gpus_per_node)
+    shares = {fleet.role: reservations.gpus_of(fleet.role) for fleet in plan.fleets}
     if any(fleet.device == "cuda" and 0 < shares[fleet.role] < 1 for fleet in plan.fleets):
         plan.notes.append(
             "engines that share a GPU take turns in using all of it, so prompts are read half as fast while answers "

@@ -1,6 +1,6 @@
 """The settings of an application: read from files, checked, and turned into Ray resources and engine arguments."""
 
-from .application import REPLICA_CPUS, Bundle, FleetSpec
+from .application import FleetSpec
 from .deployments import with_user_config
 from .files import (
     DEFAULT_NAME,
@@ -14,6 +14,7 @@ from .files import (
     specs_in_file,
 )
 from .parts import AutoscalingSpec, Fleet, GatewaySpec, InvalidSpec
+from .reservations import REPLICA_CPUS, Bundle, Reservations
 
 __all__ = [
     "DEFAULT_NAME",
@@ -24,6 +25,7 @@ __all__ = [
     "FleetSpec",
     "GatewaySpec",
     "InvalidSpec",
+    "Reservations",
     "applications_in_file",
     "has_model",
     "is_ray_cluster",

@@ -14,8 +14,6 @@ logging: {format: json}
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +22,6 @@ from pydantic import model_validator
 from baton.cluster.contracts import LoadBalancing, Role, ScalePlan
 from baton.cluster.gateway.settings import Change, change_of
 from baton.cluster.logs import LogSettings
-from baton.cluster.pluralize import pluralize
 from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.hf_config.hub import Files, is_hub_name, model_folder
 from baton.engine.strict_model import StrictModel
@@ -32,13 +29,9 @@ from baton.kv_transfer.settings import TransferSettings
 
 from .parts import MAX_PORT, AutoscalingSpec, EngineSpec, Fleets, GatewaySpec
 
-SMALLEST_AMOUNT = 0.001  # of a Ray resource, for bundles that must not be empty
 MOST_WORKERS = 16_384  # of one application; each is a process with a device
-REPLICA_CPUS = 0.1  # that a group's replica reserves in addition to its ranks
 
 MODEL_ARGUMENTS = {"model", "revision", "download_dir"}  # top-level settings that are also arguments of each engine
-
-Bundle = dict[str, float]  # Ray's resources by name
 
 # These determine the layout and content of KV blocks: engines that differ in one could not hand over to each other.
 SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "seed", "max_model_len")
@@ -204,76 +197,6 @@ class FleetSpec(StrictModel):
                 break
             first += self.num_ranks(other)
         return first
-
-    def gpus_of(self, role: Role, cluster_gpus: float) -> float:
-        """Return the number of GPUs that Ray must reserve for a worker of this role; the cluster has `cluster_gpus`."""
-        given = self.fleets.present[role].num_gpus
-        if given is not None:
-            return given
-        device = self.engine_config(role).device
-        return 1.0 if device == "cuda" or (device == "auto" and cluster_gpus > 0) else 0.0
-
-    def bundle_of(self, role: Role, cluster_gpus: float) -> Bundle:
-        """Return the resources that one worker of this role reserves with Ray."""
-        fleet = self.fleets.present[role]
-        wanted = {"CPU": fleet.num_cpus, "GPU": self.gpus_of(role, cluster_gpus), **fleet.resources}
-        return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": SMALLEST_AMOUNT}
-
-    def bundles_of(self, role: Role, cluster_gpus: float) -> list[Bundle]:
-        """Return the bundles that one group reserves with Ray, one for each rank.
-
-        The first bundle also has the CPUs of the group's replica, so that this runs on the machine of a rank.
-        """
-        rank = self.bundle_of(role, cluster_gpus)
-        first = {**rank, "CPU": round(rank.get("CPU", 0.0) + REPLICA_CPUS, 4)}  # Ray counts to four decimals
-        return [first] + [rank] * (self.engine_config(role).world_size - 1)
-
-    def missing_capacity(self, free: Mapping[str, float], total: Mapping[str, float]) -> str:
-        """Explain why a cluster with these resources cannot place all engines now; empty if it may be able to."""
-        needs: defaultdict[str, float] = defaultdict(float)
-        for role, fleet in self.fleets.present.items():
-            for bundle in self.bundles_of(role, total.get("GPU", 0.0)) * fleet.first_replicas:
-                for name, amount in bundle.items():
-                    needs[name] += amount
-        lacking = [
-            f"{amount:g} {name} (free {free.get(name, 0):g} of {total.get(name, 0):g})"
-            for name, amount in needs.items()
-            if amount > free.get(name, 0) + SMALLEST_AMOUNT / 2
-        ]
-        if not lacking:
-            return ""
-        return (
-            f"the cluster has no room for all engines: they reserve {', '.join(lacking)}. Give fewer or smaller "
-            "groups, less num_cpus or resources a fleet, or add machines"
-        )
-
-    def missing_gpus(self, cluster_gpus: float) -> str:
-        """Explain why a cluster with this number of GPUs cannot place all engines; empty if it can."""
-        ranks = {
-            role: fleet.first_replicas * self.engine_config(role).world_size
-            for role, fleet in self.fleets.present.items()
-        }
-        needed = sum(count * self.gpus_of(role, cluster_gpus) for role, count in ranks.items())
-        if needed <= cluster_gpus:
-            return ""
-        return (
-            f"{pluralize(needed, 'GPU')} to reserve for {pluralize(sum(ranks.values()), 'rank')}, the cluster has "
-            f"{cluster_gpus:g}: give fewer replicas, smaller groups (tensor_parallel_size, data_parallel_size), let "
-            "engines share a GPU "
-            "(fleets.*.num_gpus: 0.5, and as much less gpu_memory_utilization), or run them on CPUs "
-            "(engine.device: cpu)"
-        )
-
-    def missing_markers(self, cluster: Mapping[str, float]) -> str:
-        """Explain which resources of the fleets no node of a cluster has; empty if all exist."""
-        missing = (
-            f"fleets.{role}.resources: no node has {name}; start Ray with it on those that the fleet belongs on "
-            f"(ray start --resources='{{\"{name}\": 1}}')"
-            for role, fleet in self.fleets.present.items()
-            for name in fleet.markers
-            if cluster.get(name, 0) == 0
-        )
-        return "\n".join(missing)
 
     def engine_config(self, role: Role) -> EngineConfig:
         """Return the arguments of one engine of this role. Raises `ValueError` that names the invalid argument."""

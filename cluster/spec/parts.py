@@ -98,7 +98,7 @@ class Fleet(StrictModel):
     max_replicas: int | None = Field(None, ge=1)
     engine: EngineSpec = EngineSpec()  # overrides those of all engines
     num_cpus: float = Field(0.5, ge=0)  # of one worker, for Ray's placement; `engine.num_threads` sets threads
-    num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one if the cluster has any: `gpus_of`
+    num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one if the cluster has any: `Reservations`
     resources: Resources = {}  # of one worker
     step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: then an engine hangs, and is replaced
     drain_timeout_s: float = Field(30.0, ge=0)  # for requests to finish when a group ends; others continue elsewhere

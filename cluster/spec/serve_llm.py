@@ -19,8 +19,8 @@ from typing import Any
 
 from baton.engine.strict_model import hint
 
-from .application import SMALLEST_AMOUNT
 from .parts import InvalidSpec
+from .reservations import SMALLEST_AMOUNT
 
 logger = logging.getLogger(__name__)
 ONE_MODEL = "an application serves one model: deploy one for each, with ports of their own"

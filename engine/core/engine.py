@@ -14,21 +14,16 @@ One thread owns an `EngineCore`. The loop around it is
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 
 from .block_log import BlockLog
 from .config import EngineCoreConfig
-from .connector import KVConnector
-from .grammar import GrammarSource
 from .lockstep import EMPTY_STEP, Lockstep
 from .messages import EngineOutput, EngineRequest, EngineStats
-from .requests.drafting import Drafting
 from .scheduling.scheduler import Scheduler
 from .speculation.drafter import Drafter
 from .step import PendingStep, Runner
-from .tiers import KVTiers
 
 
 class EngineFailed(Exception):
@@ -44,33 +39,31 @@ class EngineCore:
 
     def __init__(
         self,
-        config: EngineCoreConfig,
+        scheduler: Scheduler,
         runner: Runner,
-        connector: KVConnector | None = None,
         *,
-        add_runner_stats: Callable[[EngineStats], EngineStats] | None = None,
         lockstep: Lockstep | None = None,
-        tiers: KVTiers | None = None,
-        grammars: GrammarSource | None = None,
-        drafting: Drafting | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        add_runner_stats: Callable[[EngineStats], EngineStats] | None = None,
     ) -> None:
         """Create an engine. With a `lockstep`, it is one of several that run their steps together.
 
         `add_runner_stats` returns the `stats` with what only the runner's side knows.
         """
-        self.config = config
-        self._lockstep = lockstep
+        self.scheduler = scheduler
         self.runner = runner
+        self._lockstep = lockstep
         self._add_runner_stats = add_runner_stats
-        self.scheduler = Scheduler(config, connector, tiers=tiers, grammars=grammars, drafting=drafting, clock=clock)
         self._pending: deque[PendingStep] = deque()
         self._failure: Exception | None = None
+
+    @property
+    def config(self) -> EngineCoreConfig:
+        return self.scheduler.config
 
     def add(self, request: EngineRequest, received_s: float | None = None) -> None:
         """Add a request. Never raises: if it cannot be served, the next step returns an output with ERROR.
 
-        `received_s` is the time when the request arrived in this process, by `time.monotonic`; default: now.
+        `received_s` is the time when the request arrived in this process, by the scheduler's clock; default: now.
         """
         self.scheduler.add(request, received_s)
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from ..core.sampling import InvalidSamplingParams, SamplingParams, as_decoded
-from ..text import InvalidMessages, Tokenizer
+from ..text import RESERVED_VARIABLES, InvalidMessages, Tokenizer
 from ..vllm_compat import UnsupportedArgument, refusals
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -21,7 +21,6 @@ Messages = Sequence[Mapping[str, Any]]
 
 _PROMPT_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "prediction"}
-_TAKEN = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}  # set by `render_chat`
 
 
 class InvalidPrompt(ValueError):
@@ -194,8 +193,8 @@ def template_variables(given: Any) -> Mapping[str, Any]:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         raise InvalidArgument(name, f"is {given!r}: give a dict of names and values")
-    if taken := sorted(_TAKEN & given.keys()):
-        raise InvalidArgument(name, f"holds {taken[0]!r}, which cannot be set there")
+    if reserved := sorted(RESERVED_VARIABLES & given.keys()):
+        raise InvalidArgument(name, f"holds {reserved[0]!r}, which cannot be set there")
     return given
 
 

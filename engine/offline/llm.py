@@ -27,7 +27,7 @@ from ..parallel.groups import GroupFailed
 from ..parallel.member import ALONE_MEMBER
 from ..startup.build import Engine, build_engine
 from ..startup.model_config import fetch_models
-from ..text import ChatPrompt, Tokenizer, bad_word_token_ids
+from ..text import Chat, ChatPrompt, Tokenizer, bad_word_token_ids
 from .arguments import (
     InvalidPrompt,
     Messages,
@@ -177,16 +177,10 @@ class LLM:
         conversations = as_conversations(messages)
         predictions = predictions_for_each(prediction, len(conversations))
         for index, (conversation, expected) in enumerate(zip(conversations, predictions, strict=True)):
-            chat = {
-                "messages": conversation,
-                "tools": tools,
-                "add_generation_prompt": add_generation_prompt,
-                "continue_final_message": continue_final_message,
-                **variables,
-            }
-            text = tokenizer.render_chat(**chat)
+            chat = Chat(conversation, tools, add_generation_prompt, continue_final_message, variables)
+            text = tokenizer.render_chat(chat)
             require_text(f"conversation {index}", text)
-            prompt = ChatPrompt(text) if special_tokens_in_messages else tokenizer.guard_chat(text, **chat)
+            prompt = ChatPrompt(text) if special_tokens_in_messages else tokenizer.guard_chat(text, chat)
             token_ids = tokenizer.encode_chat(prompt)
             prompts.append({"prompt": text, "prompt_token_ids": token_ids, "prediction": expected})
         return self._generate(prompts, sampling_params, use_tqdm)

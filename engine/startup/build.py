@@ -18,6 +18,7 @@ from ..core.engine import EngineCore
 from ..core.layout import BLOCK_SIZE, CacheLayout
 from ..core.regions import CacheRegion
 from ..core.requests.drafting import make_drafting
+from ..core.scheduling.scheduler import Scheduler
 from ..core.tiers import KVTiers
 from ..hf_config.model_config import ModelConfig
 from ..parallel.member import ALONE_MEMBER, Member
@@ -75,15 +76,12 @@ def build_engine(
         with phases("warm_up"):
             runner = loaded.make_runner()
         grammars = _grammars(config, loaded.core_config)
+        drafting = make_drafting(loaded.core_config.speculation, loaded.device_type)
         core = EngineCore(
-            loaded.core_config,
+            Scheduler(loaded.core_config, connector, tiers=tiers, grammars=grammars, drafting=drafting),
             loaded.membership.leading(runner),
-            connector,
-            add_runner_stats=loaded.add_runner_stats,
             lockstep=loaded.membership.lockstep(review_experts_every=config.eplb_step_interval),
-            tiers=tiers,
-            grammars=grammars,
-            drafting=make_drafting(loaded.core_config.speculation, loaded.device_type),
+            add_runner_stats=loaded.add_runner_stats,
         )
     ends = ExitStack()  # runs in the opposite order
     if grammars is not None:

@@ -1,6 +1,6 @@
 """Converts between text and token ids. Does not import torch, so that gateways stay small."""
 
-from .chat import ChatTemplate
+from .chat import RESERVED_VARIABLES, Chat, ChatTemplate
 from .control_tokens import ChatPrompt
 from .detokenizer import IncrementalDetokenizer
 from .errors import ChatTemplateError, InvalidMessages, TextError, TokenizerError
@@ -19,6 +19,8 @@ from .stream import StopResult, StopStrings, TextDelta, TextStream
 from .tokenizer import Tokenizer, bad_word_token_ids
 
 __all__ = [
+    "RESERVED_VARIABLES",
+    "Chat",
     "ChatPrompt",
     "ChatTemplate",
     "ChatTemplateError",

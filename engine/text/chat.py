@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +31,8 @@ from .parsers.tool_call_format import with_readable_arguments
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"  # name of the template that some models have for chats with tools
-_RESERVED = ("messages", "tools", "add_generation_prompt")
+# Names that a chat's `variables` cannot set: `self` is Jinja's, the others are arguments of their own.
+RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 # Marks the end of the message to continue. The space at its end reveals whether the template trims messages.
 _CUT = "\N{INFORMATION SEPARATOR ONE}the answer goes on here\N{INFORMATION SEPARATOR ONE} "
 _BEYOND_ASCII = re.compile("[^\x00-\x7e\ud800-\udfff]")  # surrogates are tags: see client_text.py
@@ -41,6 +43,18 @@ _REWRITING = {"lower", "upper", "title", "capitalize", "swapcase", "casefold", "
 
 # Templates fail in any of these ways on values of unexpected types.
 _UNREADABLE = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, and everything else that its prompt depends on."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True  # opens the answer
+    continue_final_message: bool = False  # leaves the last message open instead, so that the model continues it
+    # Further names that the template may read, like `enable_thinking`; they override special tokens, like `bos_token`.
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ChatTemplate:
@@ -83,50 +97,38 @@ class ChatTemplate:
         return cls(sources) if sources else None
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
-        special_tokens: Mapping[str, str] | None = None,
-        control: ControlTokens | None = None,
+        self, chat: Chat, *, special_tokens: Mapping[str, str] | None = None, control: ControlTokens | None = None
     ) -> str:
         """Return the prompt's text.
 
-        `add_generation_prompt` opens the answer; `continue_final_message` instead leaves the last message open, so that
-        the model continues it. `variables` are further names that the template may read, like `enable_thinking`, and
-        override `special_tokens`, like `bos_token`. `control` tags the messages, tools and variables.
+        `special_tokens` are those that the template may read by name. `control` tags messages, tools and variables.
 
         Raises `InvalidMessages` for messages that the template refuses or cannot read.
         """
-        if continue_final_message and add_generation_prompt:
+        if chat.continue_final_message and chat.add_generation_prompt:
             raise InvalidMessages(
                 "continue_final_message and add_generation_prompt exclude each other: set one of them"
             )
-        for name in _RESERVED:
-            if name in (variables or {}):
-                raise InvalidMessages(
-                    f"{name!r} is not a template variable that can be set: it is an argument of its own"
-                )
+        for name in sorted(RESERVED_VARIABLES & chat.variables.keys()):
+            raise InvalidMessages(f"{name!r} is not a template variable that can be set: it is an argument of its own")
+        tools = chat.tools
         name = self._name(tools)
-        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
-        names = {**(special_tokens or {}), **_tagged(variables or {}, control)}
+        messages = [_plain_message(index, message) for index, message in enumerate(chat.messages)]
+        names = {**(special_tokens or {}), **_tagged(chat.variables, control)}
         if control is not None:
-            plain, tools = [control.tag_message(message) for message in plain], control.tag(tools)
-        chat = [self._turn(message, name) for message in plain]
-        if not chat:
+            messages, tools = [control.tag_message(message) for message in messages], control.tag(tools)
+        turns = [self._turn(message, name) for message in messages]
+        if not turns:
             raise InvalidMessages("a chat needs at least one message")
         if tools and "tools" not in self.variables:
-            chat = self._introduced(chat, tools)
-        if continue_final_message:
-            _mark_end(chat[-1])
+            turns = self._introduced(turns, tools)
+        if chat.continue_final_message:
+            _mark_end(turns[-1])
         text = self._render(
             self._templates[name],
-            {**names, "messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt},
+            {**names, "messages": turns, "tools": tools, "add_generation_prompt": chat.add_generation_prompt},
         )
-        return _cut_at_mark(text) if continue_final_message else text
+        return _cut_at_mark(text) if chat.continue_final_message else text
 
     @property
     def lists_tools(self) -> bool:
@@ -135,13 +137,13 @@ class ChatTemplate:
             self.tool_call_format is not None and self.tool_call_format.introduction
         )
 
-    def _introduced(self, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the chat. If the template does not list tools, describe them in the chat's system message."""
+    def _introduced(self, turns: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the turns. If the template does not list tools, describe them in the system message."""
         if self.tool_call_format is None or not self.tool_call_format.introduction:
-            return chat
-        has_system = chat[0]["role"] == "system"
-        words = [chat[0]["content"] if has_system else None, self.tool_call_format.describe_tools(tools)]
-        return [{"role": "system", "content": "\n\n".join(filter(None, words))}, *chat[has_system:]]
+            return turns
+        has_system = turns[0]["role"] == "system"
+        words = [turns[0]["content"] if has_system else None, self.tool_call_format.describe_tools(tools)]
+        return [{"role": "system", "content": "\n\n".join(filter(None, words))}, *turns[has_system:]]
 
     def _turn(self, message: Mapping[str, Any], name: str) -> dict[str, Any]:
         turn = with_readable_arguments(message)

@@ -19,7 +19,7 @@ from tokenizers.normalizers import NFC
 
 from ..absent import FETCH_AGAIN, absent_file
 from .byte_decoder import ByteDecoder, byte_decoder_of
-from .chat import ChatTemplate
+from .chat import Chat, ChatTemplate
 from .client_text import with_tags
 from .control_tokens import ChatPrompt, ControlTokens
 from .errors import ChatTemplateError, InvalidMessages, TokenizerError
@@ -192,55 +192,22 @@ class Tokenizer:
         r"""Return one token's text for display. Bytes of an incomplete character are escaped: `\xf0\x9f`."""
         return self.token_bytes(token_id).decode(errors="backslashreplace")
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> str:
+    def render_chat(self, chat: Chat) -> str:
         """Return the text of a chat's prompt. See `ChatTemplate.render`, and `guard_chat` for its tokens."""
-        return self._template().render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=kwargs,
-            special_tokens=self.special_tokens,
-        )
+        return self._template().render(chat, special_tokens=self.special_tokens)
 
-    def guard_chat(
-        self,
-        text: str,
-        /,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> ChatPrompt:
-        """Return the prompt for `encode_chat`. `text` is the result of `render_chat` with the same arguments.
+    def guard_chat(self, text: str, chat: Chat) -> ChatPrompt:
+        """Return the prompt for `encode_chat`. `text` is the result of `render_chat` for the same chat.
 
-        Text in these arguments never becomes control tokens.
+        Text in messages, tools and variables never becomes control tokens.
         """
-        template = self._template()
-        if not template.rewrites_texts and not self.control_tokens.may_be_spelled_by(messages, tools, kwargs):
+        template, control = self._template(), self.control_tokens
+        if not template.rewrites_texts and not control.may_be_spelled_by(chat.messages, chat.tools, chat.variables):
             return ChatPrompt(text)
         try:
-            tagged = template.render(
-                messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=kwargs,
-                special_tokens=self.special_tokens,
-                control=self.control_tokens,
-            )
+            tagged = template.render(chat, special_tokens=self.special_tokens, control=control)
         except InvalidMessages as error:
-            raise InvalidMessages(
-                self.control_tokens.untag(str(error)), self.control_tokens.untag(error.detail)
-            ) from error
+            raise InvalidMessages(control.untag(str(error)), control.untag(error.detail)) from error
         return ChatPrompt(text, with_tags(tagged))
 
     def encode_chat(self, prompt: ChatPrompt, add_special_tokens: bool = False) -> list[int]:

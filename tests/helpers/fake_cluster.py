@@ -44,6 +44,7 @@ from baton.engine.core.messages import (
 )
 from baton.engine.core.pace import StepTimes
 from baton.engine.core.requests.drafting import Drafting
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.speculation.drafter import Drafter
 from baton.kv_transfer.protocol.stats import TransferStats
 
@@ -166,7 +167,7 @@ class FakeEngine:
         self.runner = FakeRunner(config, scripts)
         self.connector = FakeConnector(wire, self.runner.memory)
         drafting = None if drafter is None else Drafting(drafter, MOST_DRAFTS, adapts=False)
-        self.core = EngineCore(config, self.runner, self.connector, grammars=grammars, drafting=drafting)
+        self.core = EngineCore(Scheduler(config, self.connector, grammars=grammars, drafting=drafting), self.runner)
         self.streams: dict[tuple[str, int], FakeStream] = {}
         self.submitted: list[EngineRequest] = []
         self.generations: dict[str, int] = {}  # the newest generation of each request

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from baton.cluster.pluralize import pluralize
 from baton.engine.core.sampling import InvalidSamplingParams, SamplingParams, StructuredOutputsParams
-from baton.engine.text import ChatPrompt, TextError, bad_word_token_ids
+from baton.engine.text import RESERVED_VARIABLES, Chat, ChatPrompt, TextError, bad_word_token_ids
 
 from ..errors import (
     ApiError,
@@ -42,7 +42,6 @@ COPIED = [  # fields that `SamplingParams` has under the same name
     *("min_tokens", "ignore_eos", "stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"),
     *("prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output", "seed"),
 ]
-RENDER_ARGUMENTS = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
 class TooLargeForEventLoop(Exception):
@@ -150,25 +149,25 @@ class Preparer:
         messages = [message.for_template() for message in request.messages]
         variables = request.chat_template_kwargs or {}
         efforts = effort_variables(request.reasoning_effort, self._model.tokenizer.template_variables)
-        if reserved := sorted(RENDER_ARGUMENTS & variables.keys()):
+        if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
             param = f"chat_template_kwargs.{reserved[0]}"
             raise bad_request(param, f"{reserved[0]!r} cannot be set in 'chat_template_kwargs'.")
         tokenizer = self._model.tokenizer
         check_prompt_lists_tools(request.usable_tools, tokenizer)
-        chat = {
-            "messages": messages,
-            "tools": [tool.for_template() for tool in request.usable_tools] or None,
-            "add_generation_prompt": request.add_generation_prompt,
-            "continue_final_message": request.continue_final_message,
-            **(efforts | variables),
-        }
+        chat = Chat(
+            messages,
+            tools=[tool.for_template() for tool in request.usable_tools] or None,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            variables=efforts | variables,
+        )
         try:
-            text = tokenizer.render_chat(**chat)
+            text = tokenizer.render_chat(chat)
             if keeps_all:
                 self._check_length("messages", tokenizer.least_tokens(text))
             if self.settings.special_tokens_in_messages:
                 return ChatPrompt(text)
-            return await self._compute(len(text), functools.partial(tokenizer.guard_chat, text, **chat))
+            return await self._compute(len(text), functools.partial(tokenizer.guard_chat, text, chat))
         except TextError as error:
             message = f"No prompt can be made of 'messages': {error}."
             raise bad_request("messages", message, detail=error.detail) from None

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from baton.engine.text import Chat
+
 from ...helpers.gateway_service import Service
 from ...helpers.reasoning_model import CUT, HELLO, SIZE
 
@@ -71,12 +73,12 @@ async def test_a_call_is_answered_with_the_result_that_was_sent_back(
     sent: list[str] = []
     watched = responses.tokenizer.render_chat
 
-    def render(*given: Any, **chat: Any) -> str:
-        sent.append(watched(*given, **chat))
+    def render(chat: Chat) -> str:
+        sent.append(watched(chat))
         return sent[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(responses.tokenizer), "render_chat", lambda self, *given, **chat: render(*given, **chat))
+        patch.setattr(type(responses.tokenizer), "render_chat", lambda self, chat: render(chat))
         result = {"role": "tool", "tool_call_id": call.id, "content": "it is cut"}
         told = [*ASKED["messages"], message.model_dump(), result]
         answer = await litellm.acompletion(**at(url, route), **(asked | {"messages": told, "max_tokens": 4}))

@@ -21,6 +21,7 @@ from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.pace import StepTimes
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.settings import LocalEngine
 
@@ -56,7 +57,7 @@ class WiredEngine:
         self.taken: list[EngineRequest] = []
         runner = FakeRunner(CONFIG, {})
         self._connector = FakeConnector(wire, runner.memory)
-        self._core = EngineCore(CONFIG, runner, self._connector)
+        self._core = EngineCore(Scheduler(CONFIG, self._connector), runner)
         name = f"{role}-{rank}"
         self.server = EngineServer(self, LocalEngine(name, 100 + rank, "127.0.0.1", KEY))
         self.record = EngineRecord(

@@ -23,7 +23,7 @@ from baton.cluster.engines.group import GroupCannotStart
 from baton.cluster.engines.replica import check_gpus
 from baton.cluster.gateway.settings import Change, change_of
 from baton.cluster.membership.draining import LONGEST_S
-from baton.cluster.spec import GatewaySpec, load_spec
+from baton.cluster.spec import GatewaySpec, Reservations, load_spec
 from baton.kv_transfer.settings import TierSettings
 
 pytestmark = pytest.mark.exhaustive
@@ -106,7 +106,7 @@ def test_an_engine_without_a_reserved_gpu_does_not_start_on_a_node_with_gpus(
     spec = load_spec({"model": str(DEMO), "engine": {"device": device}, "fleets": {"unified": fleet}})
     refused = pytest.raises(GroupCannotStart, match=r"fleets\.unified\.num_gpus: 1")
     with contextlib.nullcontext() if starts else refused:
-        check_gpus(spec, Role.UNIFIED, spec.bundle_of(Role.UNIFIED, cluster_gpus=0.0))
+        check_gpus(spec, Role.UNIFIED, Reservations(spec, cluster_gpus=0.0).bundle_of(Role.UNIFIED))
 
 
 def test_an_autoscaled_fleet_has_its_bounds_and_no_delays_in_serve(deployed: Any) -> None:

@@ -153,13 +153,15 @@ class Harness:
         elif num_drafts:
             drafting = Drafting(self.drafter, num_drafts, adapts=adapts, edits_on_host=edits_on_host)
         self.core = EngineCore(
-            engine_config,
+            Scheduler(
+                engine_config,
+                self.connector,
+                tiers=self.tiers,
+                grammars=grammars,
+                drafting=drafting,
+                clock=clock,
+            ),
             self.runner,
-            self.connector,
-            tiers=self.tiers,
-            grammars=grammars,
-            drafting=drafting,
-            clock=clock,
         )
         self.threads = LateThreads()  # unused without `think_late`
         self.asked: dict[tuple[str, int], EngineRequest] = {}

@@ -164,7 +164,7 @@ class TestFailure:
                     return list
                 raise ConnectionError("no such thing as a connector")
 
-        core = EngineCore(config(), FakeRunner(config()), BrokenConnector())  # type: ignore[arg-type]
+        core = EngineCore(Scheduler(config(), BrokenConnector()), FakeRunner(config()))  # type: ignore[arg-type]
         core.add(request("a", 6, max_tokens=1))
         core.add(request("b", 6, keep_kv=True))
         core.add(request("c", 6, max_tokens=9))

@@ -12,6 +12,7 @@ import pytest
 from baton.engine.core.engine import EngineCore, EngineFailed
 from baton.engine.core.lockstep import EMPTY_STEP, Lockstep
 from baton.engine.core.messages import EngineRequest, FinishReason, KVSource
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import StepPlan, StepResult
 
 from .core_connector import FakeConnector, fetch_from_ticket, ticket_for
@@ -73,7 +74,7 @@ class Replica(threading.Thread):
                     other.lockstep.on_wake(wave)
 
         self.lockstep = Lockstep(rank, len(group), rendezvous_client.agree, wake_others)
-        self.core = EngineCore(engine_config, self.runner, self.connector, lockstep=self.lockstep)
+        self.core = EngineCore(Scheduler(engine_config, self.connector), self.runner, lockstep=self.lockstep)
         self.rendezvous_client = rendezvous_client
         self.bell = threading.Event()
         self.core.when_woken(self.bell.set)

@@ -8,6 +8,7 @@ from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.requests.drafting import Drafting
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model
 from baton.engine.parallel.groups import ALL_ALONE
@@ -51,7 +52,7 @@ class Engines:
             eos_token_ids=[2],
             depth=depth,
         )
-        core = EngineCore(config, runner, drafting=drafting, grammars=NarrowGrammars())
+        core = EngineCore(Scheduler(config, drafting=drafting, grammars=NarrowGrammars()), runner)
         make_masks_at_once(core)
         return core
 

@@ -13,6 +13,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.core.config import CacheGroupConfig, EngineCoreConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.layout import CacheKind
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config, load_model
 from baton.engine.startup.arenas import needs_of
@@ -75,7 +76,7 @@ def engine_of(config: ModelConfig, num_blocks: int, kind: str = "cpu", *, captur
         vocab_size=config.vocab_size,
         eos_token_ids=[2],
     )
-    return EngineCore(core_config, runner)
+    return EngineCore(Scheduler(core_config), runner)
 
 
 def test_layers_are_grouped_by_what_they_keep(folders: Callable[[str], Path]) -> None:

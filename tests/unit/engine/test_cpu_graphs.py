@@ -14,6 +14,7 @@ from baton.engine import LLM, SamplingParams
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.layout import KVLayout
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.layers import mlp
 from baton.engine.layers.attention import GroupCache
@@ -239,7 +240,7 @@ def native_core(num_blocks: int, *, captured: bool) -> tuple[EngineCore, ModelRu
         vocab_size=VOCAB_SIZE,
         eos_token_ids=[2],
     )
-    return EngineCore(config, runner), runner
+    return EngineCore(Scheduler(config), runner), runner
 
 
 @pytest.mark.exhaustive

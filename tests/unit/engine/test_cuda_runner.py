@@ -22,6 +22,7 @@ from baton.engine.core.engine import EngineCore
 from baton.engine.core.grammar import GrammarSource
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.messages import EngineRequest, ErrorKind
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
 from baton.engine.layers.base import RankRows
 from baton.engine.models import load_config, load_model, stub_model
@@ -87,7 +88,7 @@ class Workshop:
             eos_token_ids=[2],
             depth=depth,
         )
-        return EngineCore(config, runner, grammars=grammars)
+        return EngineCore(Scheduler(config, grammars=grammars), runner)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from baton.engine.core.layout import draft_places
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model
@@ -90,7 +91,7 @@ class Engines:
         if captured_tokens:
             runner.capture()
         core_config = hybrid_config(config, limits, num_blocks, num_slots, CHECKPOINTS, depth=depth)
-        core = EngineCore(core_config, runner, drafting=drafting, grammars=NarrowGrammars())
+        core = EngineCore(Scheduler(core_config, drafting=drafting, grammars=NarrowGrammars()), runner)
         make_masks_at_once(core)
         return core
 

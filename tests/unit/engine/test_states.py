@@ -14,6 +14,7 @@ from baton.engine.core.engine import EngineCore
 from baton.engine.core.kv.cache_groups import FIRST_CHECKPOINT_TOKENS
 from baton.engine.core.layout import BLOCK_SIZE, CHECKPOINT_TOKENS, STATE_ALIGNMENT, CacheKind, StateLayout
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.hf_config.errors import InvalidModelConfig, ModelError, UnsupportedModel
 from baton.engine.layers.recurrent import part_of
 from baton.engine.models import load_config, load_model
@@ -71,7 +72,7 @@ def engine_of(
     if captured:
         runner.capture()
     core_config = hybrid_config(config, LIMITS, num_blocks, num_slots, CHECKPOINTS, enable_prefix_caching=caching)
-    return EngineCore(core_config, runner)
+    return EngineCore(Scheduler(core_config), runner)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from baton.cluster.contracts import Role
 from baton.cluster.gateway.model import ServedModel
 from baton.engine import StructuredOutputsParams
 from baton.engine.structured import GrammarVocabulary, XGrammarBackend
-from baton.engine.text import ChatTemplate, Tokenizer
+from baton.engine.text import Chat, ChatTemplate, Tokenizer
 from baton.engine.text.parsers import FORMATS
 
 from ...helpers.family_answers import WRITERS, Call
@@ -73,7 +73,7 @@ async def service(start: Callable[..., Service], served: ServedModel) -> Service
 
 def script(service: Service, answer: str, *, tools: list[dict[str, Any]] | None = None, end: bool = True) -> None:
     """Set the model's answer to "hello" when the prompt has these functions."""
-    service.script(service.tokenizer.render_chat(HELLO, tools=tools), answer, end=end)
+    service.script(service.tokenizer.render_chat(Chat(HELLO, tools)), answer, end=end)
 
 
 def calls_of(message: dict[str, Any]) -> list[Call]:
@@ -155,7 +155,7 @@ async def test_an_unfinished_call_has_finish_reason_stop(service: Service, famil
     tokens = service.tokenizer.encode(writer.write("", calls))
     reasons = set()
     for length in range(3, len(tokens), 3):
-        service.script(service.tokenizer.render_chat(HELLO, tools=TOOLS), tokens[:length])
+        service.script(service.tokenizer.render_chat(Chat(HELLO, TOOLS)), tokens[:length])
         received = await ask_both_ways(service)
         if received.calls and received.calls[-1] != (
             "look",
@@ -206,7 +206,7 @@ async def test_the_frame_of_a_harmony_answer_is_not_shown(service: Service) -> N
     (choice,) = (await service.chat("hello", max_tokens=100)).json()["choices"]
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("the fox?", "the dog")
     assert choice["finish_reason"] == "stop"
-    prompt = service.tokenizer.render_chat(HELLO)
+    prompt = service.tokenizer.render_chat(Chat(HELLO))
     (choice,) = (await service.complete(prompt, max_tokens=100)).json()["choices"]
     assert choice["text"] == "analysisthe fox?assistantfinalthe dog"
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from baton.cluster.contracts import LoadBalancing
-from baton.cluster.spec import FleetSpec, load_spec
+from baton.cluster.spec import FleetSpec, Reservations, load_spec
 
 from ...helpers.charts import CHART, EXAMPLES, HELM, example, rayservice_problems, render, values_of
 
@@ -91,7 +91,7 @@ def test_ray_finds_a_place_for_every_rank(name: str) -> None:
     for group in groups:
         taken: dict[str, float] = {}
         for role in spec.fleets.present:
-            for resource, amount in spec.bundles_of(role, cluster_gpus=0)[0].items():
+            for resource, amount in Reservations(spec, cluster_gpus=0).bundles_of(role)[0].items():
                 taken[resource] = taken.get(resource, 0) + amount * group.offers.get(f"baton_{role}", 0)
         assert [resource for resource, amount in taken.items() if amount > group.offers.get(resource, 0)] == []
 

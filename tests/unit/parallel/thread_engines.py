@@ -24,6 +24,7 @@ from baton.engine.core.lockstep import Lockstep
 from baton.engine.core.messages import EngineOutput, EngineRequest
 from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import SamplingParams
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.speculation.drafter import DeviceDrafter
 from baton.engine.core.step import PendingStep, Runner, StepPlan
 from baton.engine.layers.decoder import CausalLM
@@ -140,7 +141,7 @@ class ThreadEngines:
             if rank in drafting_ranks:
                 is_gpu = captured_tokens is not None
                 drafting = Drafting(DeviceDrafter(), num_drafts, adapts=False, edits_on_host=is_gpu, on_device=True)
-            self.cores.append(EngineCore(self._core_config, told, lockstep=lockstep, drafting=drafting))
+            self.cores.append(EngineCore(Scheduler(self._core_config, drafting=drafting), told, lockstep=lockstep))
             self.cores[-1].when_woken(self._bells[rank].set)
         self._leaders = [threading.Thread(target=self._lead, args=(rank,), daemon=True) for rank in range(dp)]
         self._followers = [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.cluster.contracts import Role
-from baton.cluster.spec import load_spec
+from baton.cluster.spec import Reservations, load_spec
 
 
 @pytest.mark.slow
@@ -25,18 +25,18 @@ def test_an_engine_reserves_a_gpu_if_the_cluster_has_any(
     model: str, fleet: dict[str, Any], device: str, cluster_gpus: float, expected: float
 ) -> None:
     spec = load_spec({"model": model, "engine": {"device": device}, "fleets": {"unified": fleet}})
-    assert spec.gpus_of(Role.UNIFIED, cluster_gpus) == expected
+    assert Reservations(spec, cluster_gpus).gpus_of(Role.UNIFIED) == expected
 
 
 def test_engines_for_which_there_are_not_enough_gpus_are_named(model: str) -> None:
     spec = load_spec({"model": model, "fleets": {"prefill": {"replicas": 2}, "decode": {}}})
-    assert spec.missing_gpus(0) == ""
-    assert spec.missing_gpus(3) == ""
-    assert "3 GPUs to reserve for 3 ranks, the cluster has 2" in spec.missing_gpus(2)
+    assert Reservations(spec, 0).missing_gpus() == ""
+    assert Reservations(spec, 3).missing_gpus() == ""
+    assert "3 GPUs to reserve for 3 ranks, the cluster has 2" in Reservations(spec, 2).missing_gpus()
     scaled = {"unified": {"min_replicas": 1, "max_replicas": 4}}
     first = load_spec({"model": model, "engine": {"device": "cuda"}, "fleets": scaled, "autoscaling": {}})
-    assert first.missing_gpus(1) == ""
-    assert "1 GPU to reserve for 1 rank, the cluster has 0" in first.missing_gpus(0)
+    assert Reservations(first, 1).missing_gpus() == ""
+    assert "1 GPU to reserve for 1 rank, the cluster has 0" in Reservations(first, 0).missing_gpus()
 
 
 def test_every_rank_of_every_group_reserves_a_gpu(model: str) -> None:
@@ -45,16 +45,17 @@ def test_every_rank_of_every_group_reserves_a_gpu(model: str) -> None:
         "decode": {"engine": {"data_parallel_size": 3}},
     }
     spec = load_spec({"model": model, "fleets": fleets})
-    assert spec.missing_gpus(11) == ""
-    assert "11 ranks" in spec.missing_gpus(10)
+    assert Reservations(spec, 11).missing_gpus() == ""
+    assert "11 ranks" in Reservations(spec, 10).missing_gpus()
     assert [spec.num_ranks(role) for role in (Role.PREFILL, Role.DECODE)] == [2, 3]
     assert [spec.first_rank(role) for role in (Role.PREFILL, Role.DECODE)] == [0, 2]
 
 
 def test_a_fleet_whose_marker_resource_is_on_no_node_is_named(model: str) -> None:
     spec = load_spec({"model": model, "fleets": {"unified": {"resources": {"fast_node": 0.001, "places": 1}}}})
-    assert spec.missing_markers({"fast_node": 1.0}) == ""
-    assert "fleets.unified.resources: no node has fast_node" in spec.missing_markers({"CPU": 8.0, "places": 8.0})
+    reserved = Reservations(spec, 0)
+    assert reserved.missing_markers({"fast_node": 1.0}) == ""
+    assert "fleets.unified.resources: no node has fast_node" in reserved.missing_markers({"CPU": 8.0, "places": 8.0})
 
 
 def test_the_first_bundle_of_a_group_includes_its_control_plane(model: str) -> None:
@@ -69,17 +70,18 @@ def test_the_first_bundle_of_a_group_includes_its_control_plane(model: str) -> N
     }
     spec = load_spec({"model": model, "engine": {"device": "cpu"}, "fleets": fleets})
     rank = {"CPU": 0.7, "GPU": 1.0, "east": 0.001}
-    assert spec.bundles_of(Role.PREFILL, 8) == [{**rank, "CPU": 0.8}, rank, rank]
-    assert spec.bundles_of(Role.DECODE, 8) == [{"CPU": 0.101}]
+    assert Reservations(spec, 8).bundles_of(Role.PREFILL) == [{**rank, "CPU": 0.8}, rank, rank]
+    assert Reservations(spec, 8).bundles_of(Role.DECODE) == [{"CPU": 0.101}]
 
 
 def test_missing_capacity_names_the_resources_that_are_short(model: str) -> None:
     fleets = {"prefill": {"replicas": 2, "num_cpus": 0.9}, "decode": {"num_cpus": 0.9, "resources": {"fast": 1}}}
     spec = load_spec({"model": model, "engine": {"device": "cpu"}, "fleets": fleets})
-    assert spec.missing_capacity({"CPU": 3.0, "fast": 1.0}, {"CPU": 4.0, "fast": 1.0}) == ""
-    missing = spec.missing_capacity({"CPU": 2.9}, {"CPU": 4.0})
+    reserved = Reservations(spec, 0)
+    assert reserved.missing_capacity({"CPU": 3.0, "fast": 1.0}, {"CPU": 4.0, "fast": 1.0}) == ""
+    missing = reserved.missing_capacity({"CPU": 2.9}, {"CPU": 4.0})
     assert "no room for all engines: they reserve 3 CPU (free 2.9 of 4), 1 fast (free 0 of 0). Give fewer" in missing
-    assert "fast" not in spec.missing_capacity({"CPU": 2.9, "fast": 2.0}, {"CPU": 4.0, "fast": 2.0})
+    assert "fast" not in reserved.missing_capacity({"CPU": 2.9, "fast": 2.0}, {"CPU": 4.0, "fast": 2.0})
 
 
 @pytest.mark.parametrize(("mode", "gateways"), [("internal", 1), ("hybrid", 3), ("external", 6)])

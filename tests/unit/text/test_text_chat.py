@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.text import ChatTemplate, ChatTemplateError, InvalidMessages, Tokenizer
+from baton.engine.text import Chat, ChatTemplate, ChatTemplateError, InvalidMessages, Tokenizer
 
 from .small_tokenizers import NAMED, byte_level_backend
 
@@ -69,7 +69,7 @@ def user(text: Any) -> list[dict[str, Any]]:
         {"add_generation_prompt": True},
         {"add_generation_prompt": False},
         {"add_generation_prompt": True, "tools": TOOLS},
-        {"add_generation_prompt": True, "enable_thinking": False},
+        {"add_generation_prompt": True, "variables": {"enable_thinking": False}},
         {"add_generation_prompt": False, "continue_final_message": True},
     ],
 )
@@ -78,19 +78,21 @@ def test_a_chat_is_rendered_as_by_transformers(tmp_path: Path, template: str, ar
     from transformers import AutoTokenizer
 
     write_folder(tmp_path, template)
-    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(CHAT, tokenize=False, **arguments)
-    assert Tokenizer.from_folder(tmp_path).render_chat(CHAT, **arguments) == theirs
+    flat = {name: value for name, value in arguments.items() if name != "variables"} | arguments.get("variables", {})
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(CHAT, tokenize=False, **flat)
+    assert Tokenizer.from_folder(tmp_path).render_chat(Chat(CHAT, **arguments)) == theirs
 
 
 def test_a_continued_message_keeps_its_space_unless_the_template_trims_it() -> None:
     options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
-    assert ChatTemplate({"default": TEMPLATE}).render(CHAT, **options).endswith("Hello, ")
-    assert ChatTemplate({"default": TRIMMING}).render(CHAT, **options).endswith("[Hello,")
+    assert ChatTemplate({"default": TEMPLATE}).render(Chat(CHAT, **options)).endswith("Hello, ")
+    assert ChatTemplate({"default": TRIMMING}).render(Chat(CHAT, **options)).endswith("[Hello,")
 
 
 def test_rendering_leaves_the_messages_as_they_are() -> None:
     messages = [dict(message) for message in CHAT]
-    ChatTemplate({"default": TEMPLATE}).render(messages, add_generation_prompt=False, continue_final_message=True)
+    chat = Chat(messages, add_generation_prompt=False, continue_final_message=True)
+    ChatTemplate({"default": TEMPLATE}).render(chat)
     assert messages == CHAT
 
 
@@ -98,23 +100,23 @@ def test_templates_are_found_in_files_first_and_by_name(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "in config"}, {"name": "tool_use", "template": "with tools"}]
     write_folder(tmp_path, named)
     tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.render_chat(CHAT) == "in config"
-    assert tokenizer.render_chat(CHAT, tools=TOOLS) == "with tools"
+    assert tokenizer.render_chat(Chat(CHAT)) == "in config"
+    assert tokenizer.render_chat(Chat(CHAT, TOOLS)) == "with tools"
     (tmp_path / "chat_template.jinja").write_text("in a file")
-    assert Tokenizer.from_folder(tmp_path).render_chat(CHAT) == "in a file"
+    assert Tokenizer.from_folder(tmp_path).render_chat(Chat(CHAT)) == "in a file"
 
 
 def test_the_template_of_a_processor_is_used_if_the_tokenizer_has_none(tmp_path: Path) -> None:
     """As Mistral Small 3.1 is published."""
     processors = {"chat_template": "of the processor"}
     (tmp_path / "chat_template.json").write_text(json.dumps(processors))
-    assert Tokenizer.from_folder(write_folder(tmp_path)).render_chat(CHAT) == "of the processor"
-    assert Tokenizer.from_folder(write_folder(tmp_path, "in config")).render_chat(CHAT) == "in config"
+    assert Tokenizer.from_folder(write_folder(tmp_path)).render_chat(Chat(CHAT)) == "of the processor"
+    assert Tokenizer.from_folder(write_folder(tmp_path, "in config")).render_chat(Chat(CHAT)) == "in config"
 
 
 def test_text_parts_become_one_text() -> None:
     content = [{"type": "text", "text": "one"}, "two"]
-    assert ChatTemplate({"default": TRIMMING}).render(user(content)) == "[one\ntwo]"
+    assert ChatTemplate({"default": TRIMMING}).render(Chat(user(content))) == "[one\ntwo]"
 
 
 PRINTING = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
@@ -127,8 +129,8 @@ ASKING = "{% for message in messages %}{% if MESSAGE is none %}(calls){% else %}
 def test_a_message_without_content_has_none_in_the_prompt(template: str, message: dict[str, Any]) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": {}}}
     chat = [{"role": "assistant", "tool_calls": [call], **message}, {"role": "user", "content": "so?"}]
-    assert ChatTemplate({"default": template}).render(chat) == "[][so?]"
-    assert ChatTemplate({"default": "", "tool_use": template}).render(chat, tools=TOOLS) == "[][so?]"
+    assert ChatTemplate({"default": template}).render(Chat(chat)) == "[][so?]"
+    assert ChatTemplate({"default": "", "tool_use": template}).render(Chat(chat, TOOLS)) == "[][so?]"
 
 
 @pytest.mark.parametrize("asked", ["message['content']", "message.content", "message.get('content')"])
@@ -136,11 +138,11 @@ def test_a_template_can_test_if_there_is_content(asked: str) -> None:
     chat = [{"role": "assistant", "content": None}, {"role": "user", "content": "so?"}]
     for template in (ASKING, ASKING.replace("is none", "== none")):
         source = template.replace("MESSAGE", asked)
-        assert ChatTemplate({"default": source}).render(chat) == "(calls)[so?]"
-        assert ChatTemplate({"default": PRINTING, "tool_use": source}).render(chat) == "[][so?]"
+        assert ChatTemplate({"default": source}).render(Chat(chat)) == "(calls)[so?]"
+        assert ChatTemplate({"default": PRINTING, "tool_use": source}).render(Chat(chat)) == "[][so?]"
     elsewhere = "{% set content = message.content %}" + ASKING.split("%}", 1)[1].replace("MESSAGE", "content")
     source = "{% for message in messages %}" + elsewhere
-    assert ChatTemplate({"default": source}).render(chat) == "(calls)[so?]"
+    assert ChatTemplate({"default": source}).render(Chat(chat)) == "(calls)[so?]"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_a_template_can_test_if_there_is_content(asked: str) -> None:
 def test_messages_that_cannot_be_rendered_say_why(messages: list[Any], reason: str) -> None:
     template = ChatTemplate({"default": TEMPLATE.replace("{{ text }}", "{{ text }}{{ 1 // text | length }}")})
     with pytest.raises(InvalidMessages, match=reason):
-        template.render(messages)
+        template.render(Chat(messages))
 
 
 @pytest.mark.parametrize(
@@ -172,19 +174,20 @@ def test_messages_that_cannot_be_rendered_say_why(messages: list[Any], reason: s
     [
         ({"continue_final_message": True}, "exclude each other"),
         ({"variables": {"messages": []}}, "'messages' is not a template variable"),
+        ({"variables": {"self": 1}}, "'self' is not a template variable"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(arguments: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidMessages, match=reason):
-        ChatTemplate({"default": TEMPLATE}).render(CHAT, **arguments)
+        ChatTemplate({"default": TEMPLATE}).render(Chat(CHAT, **arguments))
 
 
 def test_a_final_message_that_cannot_be_continued_is_refused() -> None:
     options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     with pytest.raises(InvalidMessages, match="whose content can be continued"):
-        ChatTemplate({"default": TEMPLATE}).render(user(""), **options)
+        ChatTemplate({"default": TEMPLATE}).render(Chat(user(""), **options))
     with pytest.raises(InvalidMessages, match="leaves the last message out"):
-        ChatTemplate({"default": "{{ messages[0].content }}"}).render([*user("a"), *user("b")], **options)
+        ChatTemplate({"default": "{{ messages[0].content }}"}).render(Chat([*user("a"), *user("b")], **options))
 
 
 def test_a_broken_template_is_found_when_it_is_loaded(tmp_path: Path) -> None:
@@ -198,7 +201,7 @@ def test_a_broken_template_is_found_when_it_is_loaded(tmp_path: Path) -> None:
 
 def test_a_model_without_a_template_says_so(byte_level: Tokenizer) -> None:
     with pytest.raises(ChatTemplateError, match="no chat template"):
-        byte_level.render_chat(CHAT)
+        byte_level.render_chat(Chat(CHAT))
 
 
 @pytest.mark.parametrize(
@@ -212,4 +215,4 @@ def test_a_model_without_a_template_says_so(byte_level: Tokenizer) -> None:
 )
 def test_a_template_cannot_leave_its_sandbox(attack: str) -> None:
     with pytest.raises(InvalidMessages, match=r"refuses these messages|cannot read these messages"):
-        ChatTemplate({"default": attack}).render(CHAT)
+        ChatTemplate({"default": attack}).render(Chat(CHAT))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.text import ChatTemplate, InvalidMessages
+from baton.engine.text import Chat, ChatTemplate, InvalidMessages
 
 from ...helpers.family_answers import WRITERS, joined, told
 from ...helpers.family_templates import FAMILIES
@@ -29,7 +29,7 @@ def chat(call_id: str = "call_0123456789", **answer: Any) -> list[dict[str, Any]
 
 
 def render(family: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    return ChatTemplate({"default": FAMILIES[family]}).render(messages, tools=TOOLS, **options)
+    return ChatTemplate({"default": FAMILIES[family]}).render(Chat(messages, TOOLS, **options))
 
 
 WRITTEN = json.dumps(GIVEN, ensure_ascii=False)
@@ -113,7 +113,7 @@ def test_arguments_that_are_a_string_are_rendered_unchanged() -> None:
 def test_arguments_are_an_object_for_templates_that_access_their_fields() -> None:
     looks = "{{ messages[0].tool_calls[0].function.arguments.at }} {{ messages[0].tool_calls[0].function.arguments }}"
     message = {"role": "assistant", "content": None, "tool_calls": [call("a")]}
-    assert ChatTemplate({"default": looks}).render([message]) == f"größe {WRITTEN}"
+    assert ChatTemplate({"default": looks}).render(Chat([message])) == f"größe {WRITTEN}"
 
 
 # Like DeepSeek's own templates, these do not render functions.
@@ -129,13 +129,13 @@ def test_functions_that_a_template_does_not_render_are_in_the_system_message(fam
     )
     assert template.lists_tools
     hello = {"role": "user", "content": "hello"}
-    text = template.render([hello], tools=TOOLS)
+    text = template.render(Chat([hello], TOOLS))
     assert text.startswith("system## Tools\n\n### look\n\n")
     assert 'Parameters: {"type": "object"}' in text
     assert SHOWN[family].partition("look")[0] + "NAME" in text
-    kind = template.render([{"role": "system", "content": "Be kind."}, hello], tools=TOOLS)
+    kind = template.render(Chat([{"role": "system", "content": "Be kind."}, hello], TOOLS))
     assert kind == text.replace("## Tools", "Be kind.\n\n## Tools")
-    assert template.render([hello]).startswith("userhello"), "without functions there must be no system message"
+    assert template.render(Chat([hello])).startswith("userhello"), "without functions there must be no system message"
 
 
 def test_other_forms_need_a_template_that_renders_functions() -> None:
