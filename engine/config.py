@@ -82,6 +82,8 @@ class EngineArguments(StrictModel):
     num_redundant_experts: int = Field(0, ge=0)  # copies of the most used experts, beside the model's own
     eplb_step_interval: int = Field(3000, ge=1)  # steps from one placement to the next
     disable_custom_all_reduce: bool = False  # use NCCL for all sums and exchanges between ranks, also for small ones
+    # The longest time from one decode step to the next, while another engine on the same GPU has prompts to compute.
+    shared_gpu_decode_interval_ms: float = Field(30.0, ge=0)  # 0: steps never wait
     distributed_timeout_seconds: float = Field(60.0, gt=0)  # a collective's wait for a rank, except in captured steps
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     num_threads: int | None = Field(None, ge=1)  # of one engine on a CPU; by default OMP_NUM_THREADS, else all cores

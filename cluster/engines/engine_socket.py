@@ -173,10 +173,10 @@ class EngineSocket:
         with contextlib.suppress(zmq.Again):  # a thousand wake-ups are already queued
             self._wakeup_out.send(b"", flags=zmq.NOBLOCK)
 
-    def rest(self, *, idle: bool) -> None:
-        """Pause between two turns of the step loop; an idle loop waits for work."""
-        if idle:
-            self._work.wait(IDLE_POLL_S)
+    def rest(self, most_s: float) -> None:
+        """Pause between two turns of the step loop, until something happens, for `most_s` at most."""
+        if most_s:
+            self._work.wait(most_s)
         self._work.clear()
 
     # ---- I/O thread ----

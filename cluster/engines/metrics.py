@@ -74,6 +74,10 @@ ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Experts that were copied to other ranks to even out the load.",
         lambda stats: stats.experts.num_moves if stats.experts else 0,
     ),
+    "decode_yield_seconds_total": (
+        "Seconds that decode steps waited while another engine on the same GPU had prompts to compute.",
+        lambda stats: stats.yielded_s,
+    ),
     "grammars_compiled_total": ("Grammars of structured outputs compiled.", lambda stats: stats.num_grammars_compiled),
     "grammars_refused_total": ("Grammars that could not be compiled.", lambda stats: stats.num_grammars_refused),
     "grammar_cache_hits_total": ("Grammars that were found compiled.", lambda stats: stats.num_grammar_hits),

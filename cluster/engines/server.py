@@ -29,7 +29,7 @@ from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S
 from baton.kv_transfer.protocol.stats import TransferStats
 from baton.kv_transfer.settings import LocalEngine
 
-from .engine_socket import Call, EngineSocket, Event, GatewayLost, GatewayUnlisted, Leave, Unreadable
+from .engine_socket import IDLE_POLL_S, Call, EngineSocket, Event, GatewayLost, GatewayUnlisted, Leave, Unreadable
 from .status_publisher import StatusPublisher, StatusSource
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class ServedEngine(StatusSource, Protocol):
     def add(self, request: EngineRequest, received_s: float | None = None) -> None: ...
     def begin(self, request_id: str, generation: int, token_id: int) -> None: ...
     def abort(self, request_id: str, generation: int | None = None) -> None: ...
+    def wait_s(self) -> float: ...
     def step(self) -> list[EngineOutput]: ...
 
 
@@ -188,7 +189,7 @@ class EngineServer:
         if not fetches and (idle or self._publisher.is_old):
             self._publisher.publish()
         self.socket.flush()
-        self.socket.rest(idle=idle)
+        self.socket.rest(IDLE_POLL_S if idle else self._engine.wait_s())
 
     def _step(self) -> list[EngineOutput]:
         try:

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from .block_log import BlockLog
 from .config import EngineCoreConfig
 from .lockstep import EMPTY_STEP, Lockstep
@@ -24,6 +26,7 @@ from .messages import EngineOutput, EngineRequest, EngineStats
 from .scheduling.scheduler import Scheduler
 from .speculation.drafter import Drafter
 from .step import PendingStep, Runner
+from .yielding import Yielding
 
 
 class EngineFailed(Exception):
@@ -43,15 +46,18 @@ class EngineCore:
         runner: Runner,
         *,
         lockstep: Lockstep | None = None,
+        yielding: Yielding | None = None,
         add_runner_stats: Callable[[EngineStats], EngineStats] | None = None,
     ) -> None:
         """Create an engine. With a `lockstep`, it is one of several that run their steps together.
 
-        `add_runner_stats` returns the `stats` with what only the runner's side knows.
+        `yielding` tells when steps wait for other engines on the device. `add_runner_stats` returns the `stats` with
+        what only the runner's side knows.
         """
         self.scheduler = scheduler
         self.runner = runner
         self._lockstep = lockstep
+        self._yielding = yielding
         self._add_runner_stats = add_runner_stats
         self._pending: deque[PendingStep] = deque()
         self._failure: Exception | None = None
@@ -101,12 +107,22 @@ class EngineCore:
         in_wave = self._lockstep is not None and self._lockstep.is_running and self._failure is None
         return in_wave or bool(self._pending) or self.scheduler.has_work()
 
+    def wait_s(self) -> float:
+        """Return the seconds for which `step` will launch nothing, since the next step yields; mostly 0."""
+        if self._yielding is None or self.scheduler.has_prompts:
+            return 0.0
+        return self._yielding.wait_s(self.scheduler.decode_s())
+
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()
+        if self._yielding is not None:
+            stats = msgspec.structs.replace(stats, yielded_s=self._yielding.waited_s)
         return stats if self._add_runner_stats is None else self._add_runner_stats(stats)
 
     def step(self) -> list[EngineOutput]:
         """Launch the next step. Returns the outputs of the oldest one, if `depth` steps are in flight.
+
+        While the next step yields (`wait_s`), only the oldest one in flight is waited for, if there is one.
 
         Raises `EngineFailed`, now and on every later call, if the runner raised or the state is inconsistent.
         """
@@ -125,13 +141,22 @@ class EngineCore:
 
     def _advance(self) -> list[EngineOutput]:
         self.scheduler.poll_transfers()
-        plan = self.scheduler.plan_step()
+        plan = None if self.wait_s() else self.scheduler.plan_step()
         if self._lockstep is not None:
             plan = self._lockstep.join(plan, has_pending=bool(self._pending))
         if plan is not None:
             self._pending.append(self.runner.launch(plan))
+        if self._yielding is not None:
+            self._tell_others(self._yielding, has_launched=plan is not None)
         if self._pending and (plan is None or len(self._pending) >= self.config.depth):
             result = self._pending.popleft().result()
+            if self._yielding is not None and not self._pending:
+                self._yielding.ended()
             if result.step != EMPTY_STEP:
                 return self.scheduler.settle(result)
         return self.scheduler.take_outputs()
+
+    def _tell_others(self, yielding: Yielding, *, has_launched: bool) -> None:
+        if has_launched:
+            yielding.launched()
+        yielding.publish(self.scheduler.backlog_s())

@@ -140,6 +140,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertReview | None = None  # None: every rank has all experts
     tiers: TierStats | None = None  # None: the engine has no tiers
     step_times: StepTimes = StepTimes()  # measured lately
+    yielded_s: float = 0.0  # for which decode steps waited for prompts of other engines on the device
     speculation: SpeculationStats | None = None  # None: the engine runs without speculation
 
     @property

@@ -250,7 +250,10 @@ class LLM:
         """Run a whole step. If it is interrupted in spite of `SignalsAfter`, as by a second Ctrl-C, end the engine."""
         with SignalsAfter():
             try:
-                return self._core.step()
+                outputs = self._core.step()
+                if not outputs:
+                    time.sleep(self._core.wait_s())
+                return outputs
             except Exception:
                 raise
             except BaseException:

@@ -92,6 +92,7 @@ class OfflineCore(Protocol):
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def has_work(self) -> bool: ...
+    def wait_s(self) -> float: ...
     def step(self) -> list[EngineOutput]: ...
 
 
@@ -127,6 +128,9 @@ class SpreadCore:
     def has_work(self) -> bool:
         """Return whether a step is needed. Also True while other ranks wait for rank 0 to step with them."""
         return self._core.has_work() or bool(self._ranks)
+
+    def wait_s(self) -> float:
+        return 0.0  # ranks in lockstep do not yield to other engines
 
     def step(self) -> list[EngineOutput]:
         """Return the outputs of all ranks. If rank 0 has nothing to do, wait for the others.

@@ -81,6 +81,7 @@ def build_engine(
             Scheduler(loaded.core_config, connector, tiers=tiers, grammars=grammars, drafting=drafting),
             loaded.membership.leading(runner),
             lockstep=loaded.membership.lockstep(review_experts_every=config.eplb_step_interval),
+            yielding=loaded.yielding,
             add_runner_stats=loaded.add_runner_stats,
         )
     ends = ExitStack()  # runs in the opposite order

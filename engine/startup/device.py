@@ -57,6 +57,11 @@ class RankContext:
         total: int = torch.cuda.get_device_properties(self.device).total_memory
         return total
 
+    @property
+    def gpu_uuid(self) -> str | None:
+        """The name of this rank's GPU in all processes; None on a CPU."""
+        return None if self.device.type == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
+
     def cache_arenas(
         self, tensors: Sequence[torch.Tensor], allocate: Callable[[int], torch.Tensor], limits: StepLimits
     ) -> CacheArenas:

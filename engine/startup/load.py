@@ -15,10 +15,12 @@ from ..core.layout import CHECKPOINT_TOKENS, CacheKind
 from ..core.messages import EngineStats
 from ..core.regions import CacheRegion
 from ..core.step import Runner
+from ..core.yielding import Yielding
 from ..hf_config.model_config import ModelConfig
 from ..parallel.rank_group import RankGroup
 from ..worker.expert_balance import ExpertBalancer, ReviewingRunner
 from .device import DeviceStartup, RankContext
+from .device_board import board_of
 from .kv_cache import allocate_arenas, available_memory_bytes, region_of
 from .phases import Phases
 from .step_sizes import StepSizes, step_sizes
@@ -37,6 +39,7 @@ class LoadedMember:
     steps: StepSizes
     region: CacheRegion
     device_type: str
+    yielding: Yielding | None
     make_runner: Callable[[], Runner]
     add_runner_stats: Callable[[EngineStats], EngineStats]
     release: Callable[[], None]
@@ -45,6 +48,8 @@ class LoadedMember:
         """Leave the group. Captured graphs, which refer to it and may delay its end, are released in between."""
         self.membership.close()
         self.release()
+        if self.yielding is not None:
+            self.yielding.close()
         self.membership.groups.wait_closed(_CLOSE_S)
 
 
@@ -84,10 +89,20 @@ def load_member(context: RankContext, membership: RankGroup, compiler: Compiler 
         steps=steps,
         region=region_of(arenas, context.caches.layout, member.tp_rank, member.tensor_parallel_size),
         device_type=context.device.type,
+        yielding=_yielding(context),
         make_runner=make_runner,
         add_runner_stats=add_runner_stats,
         release=startup.release,
     )
+
+
+def _yielding(context: RankContext) -> Yielding | None:
+    """Return when steps yield to other engines on the GPU of this rank; None: never. Ranks in lockstep never do."""
+    uuid, interval_s = context.gpu_uuid, context.config.shared_gpu_decode_interval_ms / 1e3
+    if uuid is None or not interval_s or context.member.data_parallel_size > 1 or context.member.tp_rank > 0:
+        return None
+    board = board_of(uuid)
+    return None if board is None else Yielding(board, interval_s)
 
 
 def _check_weights_fit(context: RankContext) -> None:

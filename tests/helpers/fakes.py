@@ -56,6 +56,9 @@ class CountingEngine:
         if live is not None and (generation is None or live.generation <= generation):
             del self.running[request_id]
 
+    def wait_s(self) -> float:
+        return 0.0
+
     def step(self) -> list[EngineOutput]:
         self.steps += 1
         self.hang.wait()

@@ -136,6 +136,24 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.requests.outputs or self.steps or (self.requests and not self._stuck))
 
+    @property
+    def has_prompts(self) -> bool:
+        """True if the next step would compute prompt tokens, memory permitting."""
+        return bool(self.backlog.num_tokens or self.running.num_unread_tokens)
+
+    def decode_s(self) -> float:
+        """Return the time of a step in which all running requests decode; 0 before any was measured."""
+        line = self._meter.times().decode
+        return 0.0 if line is None else line.at(len(self.running))
+
+    def backlog_s(self) -> float:
+        """Return the time that the prompts will take, those of steps in flight included; 0 before any was measured."""
+        line, num_tokens = self._meter.times().prefill, self.num_waiting_tokens
+        if line is None or not num_tokens:
+            return 0.0
+        num_steps = math.ceil(num_tokens / self.config.max_num_batched_tokens)
+        return line.base_s * num_steps + line.unit_s * num_tokens
+
     # -------------------------------------------------------------------------------- planning
 
     def plan_step(self) -> StepPlan | None:
@@ -288,13 +306,18 @@ class Scheduler:
     def _num_quarantined(self) -> int:
         return self.transfers.quarantine.num_blocks + self.tier_copies.quarantine.num_blocks
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """The prompt tokens still to compute, those of steps in flight included."""
+        return self.backlog.num_tokens + self.steps.num_prompt_tokens + self.running.num_unread_tokens
+
     def stats(self) -> EngineStats:
         grammars = self.constraints.stats()
         return EngineStats(
             num_requests_running=len(self.running),
             num_requests_waiting=len(self.waiting) + len(self.loading.ready) + self.constraints.num_opening,
             num_requests_waiting_for_kv=self.loading.num_coming,
-            num_waiting_tokens=self.backlog.num_tokens + self.steps.num_prompt_tokens + self.running.num_unread_tokens,
+            num_waiting_tokens=self.num_waiting_tokens,
             num_blocks=self.config.num_blocks,
             num_blocks_free=self._num_free,
             kv_usage=max(1 - group.pool.num_free / group.pool.num_blocks for group in self.groups),

@@ -70,6 +70,23 @@ class FetchingEngine(CountingEngine):
         return super().has_work()
 
 
+class YieldingEngine(HeldEngine):
+    """An engine whose steps launch nothing while it yields, for a minute unless `yields` is cleared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.yields = threading.Event()
+
+    def wait_s(self) -> float:
+        return 60.0 if self.yields.is_set() else 0.0
+
+    def step(self) -> list[EngineOutput]:
+        if self.yields.is_set():
+            self.steps += 1
+            return []
+        return super().step()
+
+
 @pytest.fixture
 def engine() -> HeldEngine:
     return HeldEngine()
@@ -336,4 +353,31 @@ def test_a_caller_that_waits_no_more_for_its_function_does_not_end_the_engine() 
         assert not server.ended.done()
     finally:
         go_on.set()
+        server.close()
+
+
+async def test_an_engine_that_yields_rests_and_hears_messages_at_once() -> None:
+    engine = YieldingEngine()
+    server, record = serve_engine(engine, KEY)
+    source = ListedSource()
+    source.show(record)
+    client = ZmqEngineClient(source, KEY, "gateway-a")
+    try:
+        await client.start()
+        await until(lambda: num_running(client) == 0)
+        engine.yields.set()
+        stream = client.submit(record, make_request("a"))
+        await until(lambda: "a" in engine.running)
+        steps = engine.steps
+        await asyncio.sleep(0.2)
+        assert engine.steps <= steps + 3, "it turns without a pause"
+        await stream.aclose()
+        await until(lambda: engine.aborted == ["a"])
+        engine.yields.clear()
+        server.wake()
+        assert await tokens_until_gone(client.submit(record, make_request("b"))) == ([1, 2, 3, 4, 5], False)
+    finally:
+        engine.yields.clear()
+        engine.go_on.set()
+        await client.close()
         server.close()

@@ -100,6 +100,9 @@ class WiredEngine:
     def abort(self, request_id: str, generation: int | None = None) -> None:
         self._core.abort(request_id, generation)
 
+    def wait_s(self) -> float:
+        return self._core.wait_s()
+
     def step(self) -> list[EngineOutput]:
         if self.hangs_at_work and self._core.has_work():
             self.hangs_at_work = False
