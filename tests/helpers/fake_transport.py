@@ -125,6 +125,10 @@ class FakeTransport:
         self._peers: dict[PeerHandle, tuple[str, PeerState]] = {}
         self._reads: dict[ReadHandle, _Read] = {}
 
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
     def metadata(self) -> bytes:
         return codec.encode(_Metadata(self._agent))
 
@@ -146,6 +150,7 @@ class FakeTransport:
         return Lane(self.name, self._bytes_per_s) if is_connected else None
 
     def remove_peer(self, peer: PeerHandle) -> None:
+        assert all(read.peer != peer for read in self._reads.values()), "a read of this peer is left"
         del self._peers[peer]
 
     def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
@@ -240,8 +245,9 @@ class FakeHostNetwork(FakeTransport):
         return super().add_peer(metadata)
 
     def remove_peer(self, peer: PeerHandle) -> None:
-        self.remove_agent(self._peers[peer][0])
+        name = self._peers[peer][0]
         super().remove_peer(peer)
+        self.remove_agent(name)
 
     def add_agent(self, metadata: bytes) -> str:
         name = _decode_metadata(metadata).name

@@ -13,7 +13,7 @@ from baton.kv_transfer.settings import TransferSettings
 from baton.kv_transfer.transports import PeerState, ReadState
 from baton.kv_transfer.transports.staged import CONNECT_S
 from baton.kv_transfer.transports.staged_messages import KEPT_S, Close, Fill, Open, Refused, decode, encode_ranges
-from baton.kv_transfer.transports.staged_reads import ASK_AGAIN_S
+from baton.kv_transfer.transports.staged_reads import ASK_AGAIN_S, PATIENCE_S
 
 from ...helpers.fake_transport import FakeHostNetwork
 from .staged_engines import BUFFER, NUM_BUFFERS, SIZE, WHOLE, Gpu, Machines
@@ -167,6 +167,37 @@ def test_a_holder_that_dies_takes_no_buffers_from_reads_of_others() -> None:
     assert machines.reader.transport.poll(lost) is ReadState.RUNNING
     assert machines.finish(lost) is ReadState.FAILED
     assert machines.reader.transport.peer_state(peer) is PeerState.CONNECTED
+
+
+def test_a_read_that_waits_for_buffers_of_ours_does_not_count_that_time_against_its_holder() -> None:
+    machines = Machines()
+    other = Gpu(machines, "other")
+    peer, slow = machines.connect(), machines.connect(holder=other)
+    machines.fabric.faults.read_s = (PATIENCE_S + 1, PATIENCE_S + 1)
+    lost = machines.reader.transport.read(slow, [(0, 0, NUM_BUFFERS * BUFFER)])
+    for _ in range(10):
+        machines.pass_time(0.01)
+        other.transport.progress()
+    assert machines.reader.num_free[1] == 0
+    machines.fabric.faults.read_s = (0.0, 0.0)
+    read = machines.reader.transport.read(peer, WHOLE)
+    assert machines.finish(read) is ReadState.DONE
+    assert machines.reader.transport.poll(lost) is ReadState.FAILED
+    assert machines.reader.transport.peer_state(peer) is PeerState.CONNECTED
+
+
+def test_the_network_forgets_a_peer_only_when_it_writes_into_no_buffer_of_ours_any_more() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.fabric.faults.fail, machines.fabric.faults.late_s = 1.0, (5.0, 5.0)
+    read = machines.reader.transport.read(peer, [(0, 0, 2 * BUFFER)])
+    assert machines.finish(read) is ReadState.FAILED
+    assert machines.reader.transport.release(read)
+    machines.reader.transport.remove_peer(peer)  # which the fake network would refuse
+    assert machines.reader.network.num_peers == 1
+    machines.pass_time(6.0)
+    assert machines.reader.network.num_peers == 0
+    machines.check_all_free()
 
 
 def test_all_reads_of_a_holder_fail_with_the_first() -> None:
