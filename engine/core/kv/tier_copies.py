@@ -90,7 +90,7 @@ class TierCopies:
         self._num_stored = [0] * len(groups)
         self._restores: dict[CopyId, _Restore] = {}
         self._copy_of: dict[Request, CopyId] = {}
-        self._coming: set[tuple[int, BlockHash]] = set()  # group and hash of each block that is being restored
+        self._coming: set[tuple[int, BlockHash]] = set()  # group and hash of each block that a request waits for
         self._clock = clock
         self._answers = True  # the tiers answer in time
         self._restore_cost = RestoreCost()
@@ -242,6 +242,7 @@ class TierCopies:
     def cancel(self, request: Request) -> None:
         """Take a request's blocks from it, some of which may still be written. No `Restoration` follows."""
         copy_id = self._copy_of.pop(request)
+        self._forget_coming(self._restores[copy_id])
         _, owned = request.give_up_memory()
         written = []
         for pool, blocks in zip(self._pools, owned, strict=True):
@@ -276,9 +277,9 @@ class TierCopies:
                 case Restored():
                     restore = self._restores.pop(event.copy_id)
                     self._restore_cost.restored(event, restore.since, self._clock())
-                    self._forget_coming(restore)
                     if self.quarantine.release(event.copy_id):
                         continue
+                    self._forget_coming(restore)
                     del self._copy_of[restore.request]
                     over.append(self._restored(restore, event.num_blocks))
         self._store()
@@ -322,7 +323,6 @@ class TierCopies:
         for request in late:
             restore = self._restores[self._copy_of[request]]
             self._given_up += len(restore.plan.missing)
-            self._forget_coming(restore)
             self.cancel(request)
         return [Restoration(request, 0) for request in late]
 
