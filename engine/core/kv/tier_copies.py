@@ -89,6 +89,7 @@ class TierCopies:
         self._stores: dict[CopyId, _Store] = {}
         self._num_stored = [0] * len(groups)
         self._restores: dict[CopyId, _Restore] = {}
+        self.num_restores_over = 0  # restores that have ended, or for which no request waits any more
         self._copy_of: dict[Request, CopyId] = {}
         self._coming: set[tuple[int, BlockHash]] = set()  # group and hash of each block that a request waits for
         self._clock = clock
@@ -304,6 +305,7 @@ class TierCopies:
             pool.release(blocks)
 
     def _forget_coming(self, restore: _Restore) -> None:
+        self.num_restores_over += 1
         self._coming.difference_update((each.group, each.block_hash) for each in restore.plan.missing)
 
     def _give_up_overdue(self) -> list[Restoration]:

@@ -269,6 +269,21 @@ class TestUp:
         assert engine.core.stats().tiers.answers
         engine.run_to_the_end()
 
+    def test_a_request_that_waits_for_a_restore_of_another_delays_none_behind_it(self) -> None:
+        engine = with_tiers()
+        fill_tiers(engine)
+        assert engine.tiers is not None
+        engine.add(*(request(name, PROMPT, max_tokens=1) for name in "abc"))
+        engine.add(request("behind", 9, max_tokens=1))
+        engine.run()
+        assert engine.is_answered("behind")
+        ((copy_id, _),) = engine.tiers.restores.items()
+        engine.tiers.finish_restore(copy_id)
+        engine.step()
+        engine.run()
+        for name in "abc":
+            assert engine.answer(name).outputs[0].num_cached_tokens == 5 * BLOCK_SIZE
+
     def test_requests_do_not_wait_for_a_restore_that_hangs_for_a_request_that_is_gone(self) -> None:
         """Nobody is left whose blocks would come into the pool, or whose wait would end after a while."""
         clock = HandClock()
