@@ -219,9 +219,11 @@ class FastestTransport:
     def _mend_staged(self, peer: _Peer) -> None:
         """Connect a peer through host memory again, some time after that lane has broken. Reads go on meanwhile."""
         lane = peer.staged
-        if lane is None:
+        if lane is None or lane.is_untried:
             return
         if lane.route is None:
+            assert self._staged is not None, "both ends have it"
+            self._staged.progress()  # so that reads into bounce buffers end, and with them the broken endpoint
             if self._clock() >= lane.again_at:
                 self._connect_staged(peer)
             return

@@ -234,11 +234,15 @@ class FakeTransport:
 
 
 class FakeHostNetwork(FakeTransport):
-    """A `HostNetwork` of a `FakeFabric`. It knows an agent as long as it is a peer, or introduced."""
+    """A `HostNetwork` of a `FakeFabric`. It knows an agent as long as it is a peer, or introduced.
+
+    An endpoint that has failed stays failed as long as its agent is known, as NIXL's do.
+    """
 
     def __init__(self, fabric: FakeFabric, agent: str) -> None:
         super().__init__(fabric, agent)
         self._known: collections.Counter[str] = collections.Counter()
+        self._failed: set[str] = set()
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         self._known[_decode_metadata(metadata).name] += 1
@@ -257,6 +261,8 @@ class FakeHostNetwork(FakeTransport):
     def remove_agent(self, name: str) -> None:
         assert self._known[name] > 0, f"{name} is not known"
         self._known[name] -= 1
+        if not self._known[name]:
+            self._failed.discard(name)
 
     def send(self, name: str, message: bytes) -> None:
         if not self._known[name]:
@@ -265,3 +271,11 @@ class FakeHostNetwork(FakeTransport):
 
     def messages(self) -> list[tuple[str, bytes]]:
         return self._fabric.take_messages(self._agent)
+
+    def _connected(self, peer: PeerHandle, state: PeerState) -> None:
+        if peer in self._peers:
+            super()._connected(peer, PeerState.BROKEN if self._peers[peer][0] in self._failed else state)
+
+    def _fail(self, read: _Read) -> None:
+        super()._fail(read)
+        self._failed.add(read.source)
