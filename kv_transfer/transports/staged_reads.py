@@ -59,9 +59,9 @@ class Remote:
             self.unanswered_since = now
         self.num_unanswered += 1
 
-    def is_silent(self, now: float) -> bool:
-        """Return whether it has not answered for `PATIENCE_S`, although it was asked for parts."""
-        return now - max(self.answered_at, self.unanswered_since) > PATIENCE_S
+    def silent_s(self, now: float) -> float:
+        """Return for how long it has not answered, although it was asked for parts."""
+        return now - max(self.answered_at, self.unanswered_since) if self.num_unanswered else 0.0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -172,9 +172,9 @@ class StagedReads:
                 self._fail(part.read, str(error))
 
     def _open(self, remote: Remote) -> None:
-        """Say who we are to a holder that does not know us, or may have forgotten us since our last message."""
+        """Say who we are to a holder that seems not to know us, or may have forgotten us since our last message."""
         now = self._clock()
-        if now - remote.asked_at > KEPT_S / 2:
+        if now - remote.asked_at > KEPT_S / 2 or remote.silent_s(now) > ASK_AGAIN_S:
             self._network.send(remote.name, codec.encode(Open(self._network.metadata())))
         remote.asked_at = now
 
@@ -215,7 +215,7 @@ class StagedReads:
     def _advance_asked(self, part: _Part) -> None:
         """Let other parts have the buffer of one that got no answer, unless its holder has been silent for too long."""
         now, remote = self._clock(), part.read.remote
-        if remote.is_silent(now):
+        if remote.silent_s(now) > PATIENCE_S:
             self._fail(part.read, f"no buffer was filled within {PATIENCE_S:g} s")
         elif now - part.asked_at > ASK_AGAIN_S:
             self._send(remote.name, Free(part.number))

@@ -133,6 +133,23 @@ def test_whatever_messages_are_lost_a_read_asks_again_and_gets_its_bytes(seed: i
     machines.check_all_free()
 
 
+def test_a_reader_whom_the_holder_could_not_take_introduces_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.pass_time(2 * KEPT_S, 0.1)  # then the holder has forgotten it
+    add_agent, refusals = machines.holder.network.add_agent, [TransportError("cannot load a peer's metadata")]
+
+    def refuse_once(metadata: bytes) -> str:
+        if refusals:
+            raise refusals.pop()
+        return add_agent(metadata)
+
+    monkeypatch.setattr(machines.holder.network, "add_agent", refuse_once)
+    read = machines.reader.transport.read(peer, WHOLE)
+    assert machines.finish(read) is ReadState.DONE
+    assert machines.reader.transport.peer_state(peer) is PeerState.CONNECTED
+
+
 def test_a_holder_that_falls_silent_costs_its_reader_the_lane_before_the_read_stalls() -> None:
     machines = Machines()
     peer = machines.connect()
