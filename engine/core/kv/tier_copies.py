@@ -94,6 +94,7 @@ class TierCopies:
         self._coming: set[tuple[int, BlockHash]] = set()  # group and hash of each block that a request waits for
         self._clock = clock
         self._answers = True  # the tiers answer in time
+        self._answered_s = 0.0  # when they answered last
         self._restore_cost = RestoreCost()
         self._log: BlockLog | None = None
         self._hits = self._misses = self._given_up = 0  # blocks
@@ -269,7 +270,7 @@ class TierCopies:
             return []
         over = []
         for event in self._tiers.poll():
-            self._answers = True
+            self._answers, self._answered_s = True, self._clock()
             match event:
                 case Stored():
                     group, blocks = self._stores.pop(event.copy_id)
@@ -310,10 +311,7 @@ class TierCopies:
 
     def _give_up_overdue(self) -> list[Restoration]:
         """Cancel restores that take too long: a disk that hangs must not delay all requests that wait for it."""
-        if not self._copy_of:
-            return []
-        since_s = min(self._restores[copy_id].since for copy_id in self._copy_of.values())
-        if self._clock() - since_s < RESTORE_TIMEOUT_S:
+        if not self._are_late():
             return []
         self._answers = False
         late = list(self._copy_of)
@@ -327,6 +325,13 @@ class TierCopies:
             self._given_up += len(restore.plan.missing)
             self.cancel(request)
         return [Restoration(request, 0) for request in late]
+
+    def _are_late(self) -> bool:
+        """Return whether a request waits too long, or the tiers are silent for so long while they restore anything."""
+        since_s = [self._restores[copy_id].since for copy_id in self._copy_of.values()]
+        if self._answers and self._restores:
+            since_s.append(max(self._answered_s, next(iter(self._restores.values())).since))
+        return bool(since_s) and self._clock() - min(since_s) >= RESTORE_TIMEOUT_S
 
     def stats(self) -> TierStats | None:
         """Return the tiers' statistics; None without tiers."""

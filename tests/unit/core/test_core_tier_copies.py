@@ -301,6 +301,25 @@ class TestUp:
         assert engine.is_answered("b")
         engine.run_to_the_end()
 
+    def test_tiers_that_hang_are_noticed_although_no_request_waits_for_so_long(self) -> None:
+        clock = HandClock()
+        engine = with_tiers(clock, num_blocks=64)
+        fill_tiers(engine)
+        for name in "ab":
+            engine.add(request(name, PROMPT, max_tokens=1))
+            engine.run()
+            clock.now_s += RESTORE_TIMEOUT_S - 1
+            engine.step()
+            engine.core.abort(name)
+        engine.run()
+        stats = engine.core.stats().tiers
+        assert stats is not None
+        assert not stats.answers
+        engine.add(request("c", PROMPT, max_tokens=1))
+        engine.run()
+        assert engine.is_answered("c")
+        engine.run_to_the_end()
+
     def test_the_end_of_an_aborted_restore_is_not_taken_for_that_of_another(self) -> None:
         engine = with_tiers(num_blocks=32)
         fill_tiers(engine)
