@@ -240,7 +240,10 @@ class FastestTransport:
         return self._on_gpu and 0 < rate < SLOW_GPU_BYTES_PER_S
 
     def lane(self, peer: PeerHandle) -> Lane | None:
-        return self._lane_of(self._peers[peer])
+        known = self._peers[peer]
+        if not known.is_paired:  # one lane was connected first, and nobody asks for the state any more
+            self._pair(known)
+        return self._lane_of(known)
 
     def remove_peer(self, peer: PeerHandle) -> None:
         for route in self._peers.pop(peer).routes:

@@ -257,6 +257,17 @@ def test_the_lane_of_other_memory_is_told_once_and_is_no_warning(caplog: pytest.
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+def test_the_lane_of_a_peer_whose_network_was_measured_later_is_told_then(caplog: pytest.LogCaptureFixture) -> None:
+    machines = Machines()
+    machines.network.faults.connect_s = (5.0, 5.0)
+    with caplog.at_level(logging.INFO):
+        peer = machines.meet()
+        assert "is read over" not in caplog.text
+        machines.clock.advance(5.0)
+        assert machines.reader.lane(peer) == Lane("cuda_ipc", FAST)
+    assert "memory of holder is read over cuda_ipc (cuda_ipc 2000.0 GB/s, nixl/UCX 0.4 GB/s)" in caplog.text
+
+
 def test_a_removed_peer_is_removed_from_both() -> None:
     machines = Machines()
     peer = machines.connect()
