@@ -14,6 +14,7 @@ MAX_REASON_CHARS = 4096
 
 Name = Annotated[str, Meta(min_length=1, max_length=4096)]
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+BlockNumber = Annotated[int, Meta(ge=0, lt=2**40)]  # times the bytes of a block it fits into 64 bits
 Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 encode = msgspec.msgpack.Encoder().encode

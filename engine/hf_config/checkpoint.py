@@ -184,7 +184,9 @@ def _read_index(folder: Path) -> dict[str, Path]:
         raise WeightsError(f"{folder} has no {absent_file(path)}: {FETCH_AGAIN}")
     if not path.is_file():
         return {}
-    return {name: folder / file for name, file in read_weight_map(path).items()}
+    weight_map = read_weight_map(path)
+    paths = {file: folder / file for file in set(weight_map.values())}  # shared: there may be 100 000 tensors
+    return {name: paths[file] for name, file in weight_map.items()}
 
 
 def read_weight_map(path: Path) -> Mapping[str, str]:

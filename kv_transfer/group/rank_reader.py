@@ -23,7 +23,7 @@ from baton.engine.core.regions import ArenaRegion, CacheRegion, first_blocks
 
 from .. import codec
 from ..block_copies import device_blocks
-from ..codec import Id
+from ..codec import BlockNumber, Id
 from ..descriptors import HeadSlice, arenas_of, assign_heads, block_ranges, slice_heads
 from ..errors import MalformedMessage, TransportError
 from ..transports import Lane, PeerHandle, PeerState, RangeTable, ReadHandle, ReadState, Transport, slowest
@@ -42,7 +42,7 @@ class ArenaPlace(msgspec.Struct, frozen=True, array_like=True):
     """The position of one cache group's blocks in a rank's memory."""
 
     offset: Id  # bytes from the start of the memory
-    num_blocks: Id
+    num_blocks: BlockNumber
 
 
 class RankMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -153,8 +153,8 @@ class RankReader:
         sources: list[_RankSource] = []
         try:
             for rank, of_rank in shares.items():
-                peer_rank = self._transport.add_peer(holders[rank].transport)
-                sources.append(_RankSource(peer_rank, rank, of_rank, self._places_of(holders[rank])))
+                places = self._places_of(holders[rank])
+                sources.append(_RankSource(self._transport.add_peer(holders[rank].transport), rank, of_rank, places))
         except Exception:
             for source in sources:
                 self._transport.remove_peer(source.peer)

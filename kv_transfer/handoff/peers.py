@@ -229,7 +229,7 @@ class Peers:
         self._schedule_handshake(peer, now)
 
     def _schedule_handshake(self, peer: Peer, now: float) -> None:
-        if peer.status not in _UNREADY or peer.key in self._retired.values():  # repeated for a read
+        if peer.status is not PeerStatus.HANDSHAKE or peer.key in self._retired.values():  # repeated for a read
             peer.handshake_at = now + REPEAT_FOR_READS_S
             return
         peer.handshake_at = now + peer.handshake_pause_s

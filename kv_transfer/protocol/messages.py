@@ -34,7 +34,7 @@ from msgspec import Meta
 from baton.engine.core.connector import ConnectorEvent, TransferId
 
 from .. import codec
-from ..codec import Id, Name, Reason
+from ..codec import BlockNumber, Id, Name, Reason
 from ..errors import MalformedMessage
 
 TICKET_VERSION = 2
@@ -44,8 +44,7 @@ MAX_LEASE_S = 86400.0
 MAX_DIGESTS_BYTES = 1 << 20  # in one message; a channel takes messages of four times that size
 DIGEST_BLOCKS = 1024  # in one message, or in one order to a rank, which must not be silent for long while it digests
 
-Count = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
-LastBlocks = Annotated[tuple[Id, ...], Meta(max_length=64)]  # they replace as many at the end
+LastBlocks = Annotated[tuple[BlockNumber, ...], Meta(max_length=64)]  # they replace as many at the end
 Seconds = Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
 
 
@@ -159,8 +158,13 @@ class Digests(LeaseMessage, frozen=True, tag=12):
     """Digests of `count` of the offer's blocks from index `first` on, by rank of the holder (`rank_reader.py`)."""
 
     first: Id
-    count: Count
-    by_rank: tuple[Annotated[bytes, Meta(max_length=MAX_DIGESTS_BYTES)], ...]
+    count: Annotated[int, Meta(ge=1, le=DIGEST_BLOCKS)]
+    by_rank: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        num_bytes = sum(map(len, self.by_rank))
+        if num_bytes > MAX_DIGESTS_BYTES:
+            raise ValueError(f"digests of {num_bytes} bytes, at most {MAX_DIGESTS_BYTES} are allowed")
 
 
 FromReader = Claim | Renew | AskDigests | Finish | AbortRead
@@ -174,8 +178,8 @@ decode: Callable[[bytes], Message] = codec.decoder(Message, "transfer message")
 class BlockRun(msgspec.Struct, frozen=True, array_like=True):
     """Blocks first, first + 1, ... first + count - 1."""
 
-    first: Id
-    count: Count
+    first: BlockNumber
+    count: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 
 
 def runs_of(block_ids: Iterable[int]) -> tuple[BlockRun, ...]:

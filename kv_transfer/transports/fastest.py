@@ -6,6 +6,7 @@
 
     add_peer: all connect and time a few MB ──> CONNECTED as long as one is
     read:     over the fastest ──fails──> again over another, and counted ──fails──> FAILED
+    staged:   connected ──breaks──> forgotten once no read of it is left ──a pause──> connected again, during reads
 
 Its name is the network transport's, since both ends must have that one, and either may lack the others.
 `open_transport` makes the transport that the settings ask for.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from typing import Annotated
 
@@ -26,6 +28,7 @@ from .. import codec
 from ..affinity import pin_thread
 from ..devices import use_device
 from ..errors import MalformedMessage, NotRegistrable, TransportError
+from ..lease_clock import lease_now
 from ..pacing import sleep_precisely
 from ..settings import TransferSettings
 from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState, Transport
@@ -41,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 SLOW_GPU_BYTES_PER_S = 2e9  # PCIe and InfiniBand are ten times faster; a slower lane of a GPU goes through TCP
 START_TIMEOUT_S = 60.0
+# The pause before a broken staged lane is tried again, twice as long each time. The first is longer than a holder keeps
+# buffers for a reader (`staged_messages.KEPT_S`), so both ends begin anew.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
@@ -73,11 +79,29 @@ class _Route:
 
 
 @dataclasses.dataclass(slots=True)
+class _StagedLane:
+    """A peer's lane through host memory. It is tried only if the peer's other lanes are slow, or none works."""
+
+    metadata: bytes
+    route: _Route | None = None  # None: not tried so far, or broken
+    again_at: float = math.inf  # when it is to be tried again, or was, until it works
+    pause_s: float = FIRST_PAUSE_S  # before the next attempt
+
+    @property
+    def is_untried(self) -> bool:
+        return self.route is None and self.again_at == math.inf
+
+    def broke(self, now: float) -> None:
+        self.route, self.again_at = None, now + self.pause_s
+        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+
+
+@dataclasses.dataclass(slots=True)
 class _Peer:
     name: str
     routes: list[_Route]  # the direct one first, so that it wins a tie
-    staged: bytes | None  # metadata with which it may be connected through host memory; None: not, or no longer
-    is_logged: bool = False  # its lane has been logged
+    staged: _StagedLane | None  # None: one of the two ends has none
+    is_paired: bool = False  # reads over all of its lanes have been timed, and the result is in the log
 
     def best(self) -> _Route | None:
         """Return the fastest connected route. None: none is connected."""
@@ -92,26 +116,37 @@ class _Read:
     route: _Route
     handle: ReadHandle
     is_second: bool = False
-    failed: tuple[Transport, ReadHandle] | None = None  # the first attempt, while it may still write
+    failed: tuple[_Route, ReadHandle] | None = None  # the first attempt, while it may still write
 
     def release_failed(self) -> bool:
         """Return False while the failed first attempt may still write."""
         if self.failed is not None:
-            transport, handle = self.failed
-            self.failed = None if transport.release(handle) else self.failed
+            route, handle = self.failed
+            self.failed = None if route.transport.release(handle) else self.failed
         return self.failed is None
+
+    def uses(self, route: _Route) -> bool:
+        return self.route is route or (self.failed is not None and self.failed[0] is route)
 
 
 class FastestTransport:
     """A `Transport` made of several. With one it only adds logs of names and rates to the network transport."""
 
     def __init__(
-        self, network: Transport, direct: Transport | None, name: str, *, on_gpu: bool, staged: Transport | None = None
+        self,
+        network: Transport,
+        direct: Transport | None,
+        name: str,
+        *,
+        on_gpu: bool,
+        staged: Transport | None = None,
+        clock: Callable[[], float] = lease_now,
     ) -> None:
         """`name` is this engine's name in peers' logs. `on_gpu`: the memory is a GPU's, so a slow lane is a warning."""
         self.name = network.name
         self._network, self._direct, self._staged = network, direct, staged
         self._on_gpu = on_gpu
+        self._clock = clock
         of_direct, of_staged = (None if each is None else each.metadata() for each in (direct, staged))
         known = _Metadata(name, network.metadata(), of_direct, of_staged)
         self._metadata = codec.encode(known)
@@ -135,44 +170,80 @@ class FastestTransport:
                 self._network.remove_peer(routes[0].peer)
                 raise
         handle = next(self._ids)
-        self._peers[handle] = _Peer(known.name, routes, None if self._staged is None else known.staged)
+        staged = None if self._staged is None or known.staged is None else _StagedLane(known.staged)
+        self._peers[handle] = _Peer(known.name, routes, staged)
         return handle
 
     def peer_state(self, peer: PeerHandle) -> PeerState:
         known = self._peers[peer]
-        states = [route.state for route in known.routes]
-        if not known.is_logged and PeerState.CONNECTING not in states:
-            if self._try_staged(known):
-                return PeerState.CONNECTING
-            if PeerState.CONNECTED in states:
-                known.is_logged = True
-                self._log_lane(known)
-        routes = zip(known.routes, states, strict=True)
-        measures_staged = any(
-            route.transport is self._staged and state is PeerState.CONNECTING for route, state in routes
-        )
-        if PeerState.CONNECTED in states and not measures_staged:
-            return PeerState.CONNECTED
-        return PeerState.CONNECTING if PeerState.CONNECTING in states else PeerState.BROKEN
+        if not known.is_paired:
+            return self._pair(known)
+        self._mend_staged(known)
+        return PeerState.BROKEN if known.best() is None else PeerState.CONNECTED
 
-    def _try_staged(self, peer: _Peer) -> bool:
-        """Connect a peer through host memory, too, if its other lanes are slow and both ends can, but only once."""
-        best, metadata = peer.best(), peer.staged
-        peer.staged = None
-        if self._staged is None or metadata is None or (best is not None and not self._is_slow(best.rate)):
-            return False
+    def _pair(self, peer: _Peer) -> PeerState:
+        """Wait until reads over all lanes have been timed, and through host memory too if the others are slow."""
+        states = {route: route.state for route in peer.routes}
+        if PeerState.CONNECTING not in states.values():
+            if self._wants_staged(peer) and self._connect_staged(peer):
+                return PeerState.CONNECTING
+            if PeerState.CONNECTED in states.values():
+                peer.is_paired = True
+                self._log_lane(peer)
+        measures_staged = any(
+            route.transport is self._staged and state is PeerState.CONNECTING for route, state in states.items()
+        )
+        if PeerState.CONNECTED in states.values() and not measures_staged:
+            return PeerState.CONNECTED
+        return PeerState.CONNECTING if PeerState.CONNECTING in states.values() else PeerState.BROKEN
+
+    def _wants_staged(self, peer: _Peer) -> bool:
+        """Return whether a peer's other lanes are slow, or do not work, and host memory has not been tried."""
+        best = peer.best()
+        return peer.staged is not None and peer.staged.is_untried and (best is None or self._is_slow(best.rate))
+
+    def _connect_staged(self, peer: _Peer) -> bool:
+        """Begin to connect a peer through host memory, too. Returns False if that is refused."""
+        lane = peer.staged
+        assert lane is not None, "both ends have it"
+        assert self._staged is not None, "both ends have it"
         try:
-            peer.routes.append(_Route(self._staged, self._staged.add_peer(metadata)))
+            lane.route = _Route(self._staged, self._staged.add_peer(lane.metadata))
         except (TransportError, MalformedMessage) as error:
             logger.warning("%s is not read through host memory: %s", peer.name, error)
+            lane.broke(self._clock())
             return False
+        peer.routes.append(lane.route)
         return True
+
+    def _mend_staged(self, peer: _Peer) -> None:
+        """Connect a peer through host memory again, some time after that lane has broken. Reads go on meanwhile."""
+        lane = peer.staged
+        if lane is None or lane.is_untried:
+            return
+        if lane.route is None:
+            assert self._staged is not None, "both ends have it"
+            self._staged.progress()  # so that reads into bounce buffers end, and with them the broken endpoint
+            if self._clock() >= lane.again_at:
+                self._connect_staged(peer)
+            return
+        state = lane.route.state
+        if state is PeerState.BROKEN and not any(read.uses(lane.route) for read in self._reads.values()):
+            peer.routes.remove(lane.route)
+            lane.route.transport.remove_peer(lane.route.peer)
+            lane.broke(self._clock())
+        elif state is PeerState.CONNECTED and lane.again_at < math.inf:
+            lane.again_at = math.inf
+            self._log_lane(peer)
 
     def _is_slow(self, rate: float) -> bool:
         return self._on_gpu and 0 < rate < SLOW_GPU_BYTES_PER_S
 
     def lane(self, peer: PeerHandle) -> Lane | None:
-        return self._lane_of(self._peers[peer])
+        known = self._peers[peer]
+        if not known.is_paired:  # one lane was connected first, and nobody asks for the state any more
+            self._pair(known)
+        return self._lane_of(known)
 
     def remove_peer(self, peer: PeerHandle) -> None:
         for route in self._peers.pop(peer).routes:
@@ -180,6 +251,7 @@ class FastestTransport:
 
     def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
         known = self._peers[peer]
+        self._mend_staged(known)
         route = known.best()
         if route is None:
             raise TransportError(f"the connection to {known.name} is broken")
@@ -190,6 +262,8 @@ class FastestTransport:
 
     def poll(self, read: ReadHandle) -> ReadState:
         entry = self._reads[read]
+        if entry.peer.staged is not None and entry.peer.staged.again_at < math.inf:
+            self._mend_staged(entry.peer)
         all_released = entry.release_failed()
         state = entry.route.transport.poll(entry.handle)
         if state is ReadState.FAILED and not entry.is_second and self._begin_again(entry):
@@ -237,7 +311,7 @@ class FastestTransport:
             logger.warning("%s cannot be read over %s either: %s", entry.peer.name, other.transport.name, error)
             return False
         self._note_fallback(entry.peer, entry.route, other, "the read failed")
-        entry.failed = entry.route.transport, entry.handle
+        entry.failed = entry.route, entry.handle
         entry.route, entry.handle, entry.is_second = other, handle, True
         return True
 

@@ -41,6 +41,7 @@ from .ucx_process import LOST_TCP, UcxLog, environment_defaults
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 0.1
+LONGEST_ROUND_S = SETTLE_S / 10  # a longer time between two calls of `progress` counts as no more
 MAX_MESSAGES = 4096  # that have come and that nobody has taken; older ones are dropped
 
 T = TypeVar("T")
@@ -76,7 +77,8 @@ class _Read:
     handle: Any
     peer: _Peer
     state: ReadState
-    failed_at: float = 0.0
+    settled_s: float = 0.0  # time of progress since it failed
+    progressed_at: float = 0.0  # when it failed, or when progress was made after that
 
 
 class NixlTransport:
@@ -197,8 +199,10 @@ class NixlTransport:
     def release(self, read: ReadHandle) -> bool:
         entry = self._reads[read]
         assert entry.state is not ReadState.RUNNING, "a read that runs may still write"
-        if entry.state is ReadState.FAILED and time.monotonic() - entry.failed_at < SETTLE_S:
+        if entry.state is ReadState.FAILED and entry.settled_s < SETTLE_S:
             self.progress()
+            before, entry.progressed_at = entry.progressed_at, time.monotonic()
+            entry.settled_s += min(entry.progressed_at - before, LONGEST_ROUND_S)
             return False
         if not self._let_go(entry.handle):
             return False
@@ -307,7 +311,7 @@ class NixlTransport:
     def _become(self, read: _Read, state: ReadState) -> None:
         read.state = state
         if state is ReadState.FAILED:
-            read.failed_at = time.monotonic()
+            read.progressed_at = time.monotonic()
             read.peer.state = PeerState.BROKEN
             self._log_ucx()
 

@@ -20,7 +20,7 @@ class RangeCopies(Protocol):
     """Copies ranges, rows of source address, target address and number of bytes. One thread uses it."""
 
     def begin(self, pieces: RangeTable) -> Any:
-        """Begin to copy. Raises `RuntimeError` if the device refuses."""
+        """Begin to copy. Raises `RuntimeError` if the device refuses, and then nothing is being copied."""
         ...
 
     def has_ended(self, copy: Any) -> bool:
@@ -86,6 +86,7 @@ class GpuCopies:
             for source, target, num_bytes in pieces.tolist():
                 copy_async(target, source, num_bytes, int(self.stream.cuda_stream))
         except DriverError as error:
+            self.wait()  # for the copies before it, since the caller takes none to be running
             raise RuntimeError(str(error)) from error
         return GpuCopy(self._mark(), None)
 

@@ -92,6 +92,7 @@ class StagedTransport:
         self._ids = itertools.count(1)
         self._peers: dict[PeerHandle, _Peer] = {}
         self._reads: dict[ReadHandle, StagedRead] = {}
+        self._leaving: list[Remote] = []  # removed peers of which the network may have reads into bounce buffers
 
     @property
     def num_free(self) -> tuple[int, int]:
@@ -133,8 +134,8 @@ class StagedTransport:
         if known.probe is not None:
             self._staged.give_up(known.probe)
         self._send(known.remote.name, Close())
-        self._network.remove_agent(known.remote.name)
-        self._network.remove_peer(known.remote.network)
+        self._leaving.append(known.remote)
+        self._forget_leaving()
 
     def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
         known = self._peers[peer]
@@ -168,6 +169,7 @@ class StagedTransport:
                 self._holder.handle(sender, message)
         self._holder.advance()
         self._staged.advance()
+        self._forget_leaving()
 
     def close(self) -> None:
         for peer in list(self._peers):
@@ -175,6 +177,15 @@ class StagedTransport:
         for copies in self._copies:
             copies.wait()
         self._network.close()
+
+    def _forget_leaving(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        for remote in leaving:
+            if self._staged.uses_network(remote):
+                self._leaving.append(remote)
+            else:
+                self._network.remove_agent(remote.name)
+                self._network.remove_peer(remote.network)
 
     # ------------------------------------------------------------------ connecting
 

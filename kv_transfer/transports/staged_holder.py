@@ -4,7 +4,8 @@ Fill ──> waits for a free buffer ──> copied ──Filled──> read by 
 
 A buffer is used again `KEPT_S` after its reader asked for it, also if the reader has not freed it: it may have died.
 The reader counts from when it sent the message, which is earlier, and does not use what it has read later than that. A
-reader that is silent for as long is forgotten. Before it asks after a pause, it introduces itself again.
+reader that is silent for as long is forgotten. Before it asks after a pause, or after no answer, it introduces itself
+again.
 """
 
 from __future__ import annotations

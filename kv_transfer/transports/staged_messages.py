@@ -20,7 +20,7 @@ KEPT_S = 15.0  # after a reader has asked for a buffer, the holder uses it for o
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=20):
-    """Introduces a reader, so that it can be answered: before its first `Fill`, and those after a pause."""
+    """Introduces a reader, so that it can be answered: before its first `Fill`, after a pause, and after no answer."""
 
     metadata: Annotated[bytes, Meta(max_length=1 << 16)]  # of the network transport
 

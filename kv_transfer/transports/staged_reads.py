@@ -19,7 +19,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,7 +49,19 @@ class Remote:
         self.is_broken = False
         self.asked_at = -math.inf  # when we sent it the last `Fill`
         self.answered_at = -math.inf
+        self.num_unanswered = 0  # parts that were asked for, also those that wait to be asked for again
+        self.unanswered_since = math.inf  # when the first of them was asked for
         self.num_buffers = 0  # that parts of its reads have
+
+    def asked(self, now: float) -> None:
+        """Note that a part was asked for, for the first time."""
+        if not self.num_unanswered:
+            self.unanswered_since = now
+        self.num_unanswered += 1
+
+    def silent_s(self, now: float) -> float:
+        """Return for how long it has not answered, although it was asked for parts."""
+        return now - max(self.answered_at, self.unanswered_since) if self.num_unanswered else 0.0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -57,7 +69,6 @@ class StagedRead:
     """A read of some ranges."""
 
     remote: Remote
-    began_at: float
     num_left: int = 0  # parts that are not done
     num_writing: int = 0  # parts that are being copied to their targets
     state: ReadState = ReadState.RUNNING
@@ -75,6 +86,7 @@ class _Part:
     ranges: RangeTable  # offset in the peer's memory, address to copy to, bytes
     number: int = 0
     asked_at: float = 0.0
+    is_unanswered: bool = False  # it was asked for
     buffer: int = 0
     stage: _Stage = _Stage.ASKED
     handle: Any = None  # of the network's read, then of the copy
@@ -82,6 +94,14 @@ class _Part:
     @property
     def num_bytes(self) -> int:
         return int(self.ranges[:, 2].sum())
+
+
+class _EndedRead(NamedTuple):
+    """A read of the network that nobody waits for any more, to be released."""
+
+    remote: Remote
+    handle: ReadHandle
+    buffer: int | None  # to be freed then
 
 
 class StagedReads:
@@ -101,7 +121,7 @@ class StagedReads:
         self._numbers = itertools.count(1)
         self._waiting: collections.deque[_Part] = collections.deque()
         self._parts: dict[int, _Part] = {}  # that have a buffer, by number
-        self._ended: list[tuple[ReadHandle, int | None]] = []  # reads to be released, and their buffers to be freed
+        self._ended: list[_EndedRead] = []
 
     @property
     def num_free(self) -> int:
@@ -110,7 +130,7 @@ class StagedReads:
 
     def begin(self, remote: Remote, table: RangeTable) -> StagedRead:
         """Begin to read `table`: rows of offset in the holder's memory, address to copy to, and number of bytes."""
-        read = StagedRead(remote, self._clock())
+        read = StagedRead(remote)
         for ranges in _parts(table, min(self._buffers.buffer_bytes, remote.buffer_bytes)):
             self._waiting.append(_Part(read, ranges))
             read.num_left += 1
@@ -123,8 +143,13 @@ class StagedReads:
         """Advance all reads as far as the network and the device have got."""
         for part in list(self._parts.values()):
             self._advance(part)
-        self._ended = [each for each in self._ended if not self._let_go(*each)]
+        self._ended = [each for each in self._ended if not self._let_go(each)]
         self._ask()
+
+    def uses_network(self, remote: Remote) -> bool:
+        """Return whether the network has a read of this holder that is not released."""
+        reading = (part.read.remote for part in self._parts.values() if part.stage is _Stage.READING)
+        return remote in reading or any(ended.remote is remote for ended in self._ended)
 
     def _ask(self) -> None:
         """Ask for as many waiting parts as there are free buffers: next for one of the holder that has the fewest."""
@@ -134,6 +159,9 @@ class StagedReads:
             remote = part.read.remote
             remote.num_buffers += 1
             part.number, part.buffer, part.asked_at = next(self._numbers), self._buffers.take(), self._clock()
+            if not part.is_unanswered:
+                part.is_unanswered = True
+                remote.asked(part.asked_at)
             part.stage = _Stage.ASKED
             self._parts[part.number] = part
             try:
@@ -144,9 +172,9 @@ class StagedReads:
                 self._fail(part.read, str(error))
 
     def _open(self, remote: Remote) -> None:
-        """Say who we are to a holder that does not know us, or may have forgotten us since our last message."""
+        """Say who we are to a holder that seems not to know us, or may have forgotten us since our last message."""
         now = self._clock()
-        if now - remote.asked_at > KEPT_S / 2:
+        if now - remote.asked_at > KEPT_S / 2 or remote.silent_s(now) > ASK_AGAIN_S:
             self._network.send(remote.name, codec.encode(Open(self._network.metadata())))
         remote.asked_at = now
 
@@ -158,6 +186,7 @@ class StagedReads:
                 self._send(sender, Free(message.number))
             return
         part.read.remote.answered_at = self._clock()
+        self._expect_no_answer(part)
         if isinstance(message, Filled):
             self._read_buffer(part, message.offset)
         else:
@@ -185,11 +214,11 @@ class StagedReads:
 
     def _advance_asked(self, part: _Part) -> None:
         """Let other parts have the buffer of one that got no answer, unless its holder has been silent for too long."""
-        now, read = self._clock(), part.read
-        if now - max(read.remote.answered_at, read.began_at) > PATIENCE_S:
-            self._fail(read, f"no buffer was filled within {PATIENCE_S:g} s")
+        now, remote = self._clock(), part.read.remote
+        if remote.silent_s(now) > PATIENCE_S:
+            self._fail(part.read, f"no buffer was filled within {PATIENCE_S:g} s")
         elif now - part.asked_at > ASK_AGAIN_S:
-            self._send(read.remote.name, Free(part.number))
+            self._send(remote.name, Free(part.number))
             self._drop(part)
             self._waiting.append(part)
 
@@ -200,7 +229,7 @@ class StagedReads:
         if state is ReadState.FAILED or self._is_too_late(part):
             self._fail(part.read, "the network failed" if state is ReadState.FAILED else "a buffer came too late")
             return
-        self._ended.append((part.handle, None))
+        self._ended.append(_EndedRead(part.read.remote, part.handle, None))
         self._send(part.read.remote.name, Free(part.number))
         sources = self._buffers.address(part.buffer) + starts_in_buffer(part.ranges[:, 2])
         try:
@@ -242,22 +271,30 @@ class StagedReads:
         """Fail a read. Parts of it that are being copied go on."""
         if read.state is ReadState.RUNNING:
             read.state = ReadState.FAILED
+        for part in [part for part in (*self._parts.values(), *self._waiting) if part.read is read]:
+            self._expect_no_answer(part)
         self._waiting = collections.deque(part for part in self._waiting if part.read is not read)
         for part in [part for part in self._parts.values() if part.read is read]:
             if part.stage is _Stage.READING:
                 self._forget(part)
-                self._ended.append((part.handle, part.buffer))
+                self._ended.append(_EndedRead(read.remote, part.handle, part.buffer))
             elif part.stage is _Stage.ASKED:
                 self._drop(part)
             if part.stage is not _Stage.COPYING:
                 self._send(read.remote.name, Free(part.number))
 
-    def _let_go(self, handle: ReadHandle, buffer: int | None) -> bool:
+    @staticmethod
+    def _expect_no_answer(part: _Part) -> None:
+        """Note that a part, if it was asked for, was answered or is given up."""
+        part.read.remote.num_unanswered -= part.is_unanswered
+        part.is_unanswered = False
+
+    def _let_go(self, ended: _EndedRead) -> bool:
         """Release a read of the network. Then nothing can write into its buffer, which is freed if it is given."""
-        if self._network.poll(handle) is ReadState.RUNNING or not self._network.release(handle):
+        if self._network.poll(ended.handle) is ReadState.RUNNING or not self._network.release(ended.handle):
             return False
-        if buffer is not None:
-            self._buffers.give_back(buffer)
+        if ended.buffer is not None:
+            self._buffers.give_back(ended.buffer)
         return True
 
     def _drop(self, part: _Part) -> None:

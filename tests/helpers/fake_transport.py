@@ -125,6 +125,10 @@ class FakeTransport:
         self._peers: dict[PeerHandle, tuple[str, PeerState]] = {}
         self._reads: dict[ReadHandle, _Read] = {}
 
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
     def metadata(self) -> bytes:
         return codec.encode(_Metadata(self._agent))
 
@@ -146,6 +150,7 @@ class FakeTransport:
         return Lane(self.name, self._bytes_per_s) if is_connected else None
 
     def remove_peer(self, peer: PeerHandle) -> None:
+        assert all(read.peer != peer for read in self._reads.values()), "a read of this peer is left"
         del self._peers[peer]
 
     def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
@@ -229,19 +234,24 @@ class FakeTransport:
 
 
 class FakeHostNetwork(FakeTransport):
-    """A `HostNetwork` of a `FakeFabric`. It knows an agent as long as it is a peer, or introduced."""
+    """A `HostNetwork` of a `FakeFabric`. It knows an agent as long as it is a peer, or introduced.
+
+    An endpoint that has failed stays failed as long as its agent is known, as NIXL's do.
+    """
 
     def __init__(self, fabric: FakeFabric, agent: str) -> None:
         super().__init__(fabric, agent)
         self._known: collections.Counter[str] = collections.Counter()
+        self._failed: set[str] = set()
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         self._known[_decode_metadata(metadata).name] += 1
         return super().add_peer(metadata)
 
     def remove_peer(self, peer: PeerHandle) -> None:
-        self.remove_agent(self._peers[peer][0])
+        name = self._peers[peer][0]
         super().remove_peer(peer)
+        self.remove_agent(name)
 
     def add_agent(self, metadata: bytes) -> str:
         name = _decode_metadata(metadata).name
@@ -251,6 +261,8 @@ class FakeHostNetwork(FakeTransport):
     def remove_agent(self, name: str) -> None:
         assert self._known[name] > 0, f"{name} is not known"
         self._known[name] -= 1
+        if not self._known[name]:
+            self._failed.discard(name)
 
     def send(self, name: str, message: bytes) -> None:
         if not self._known[name]:
@@ -259,3 +271,11 @@ class FakeHostNetwork(FakeTransport):
 
     def messages(self) -> list[tuple[str, bytes]]:
         return self._fabric.take_messages(self._agent)
+
+    def _connected(self, peer: PeerHandle, state: PeerState) -> None:
+        if peer in self._peers:
+            super()._connected(peer, PeerState.BROKEN if self._peers[peer][0] in self._failed else state)
+
+    def _fail(self, read: _Read) -> None:
+        super()._fail(read)
+        self._failed.add(read.source)

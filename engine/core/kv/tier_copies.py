@@ -89,10 +89,12 @@ class TierCopies:
         self._stores: dict[CopyId, _Store] = {}
         self._num_stored = [0] * len(groups)
         self._restores: dict[CopyId, _Restore] = {}
+        self.num_restores_over = 0  # restores that have ended, or for which no request waits any more
         self._copy_of: dict[Request, CopyId] = {}
-        self._coming: set[tuple[int, BlockHash]] = set()  # group and hash of each block that is being restored
+        self._coming: set[tuple[int, BlockHash]] = set()  # group and hash of each block that a request waits for
         self._clock = clock
         self._answers = True  # the tiers answer in time
+        self._answered_s = 0.0  # when they answered last
         self._restore_cost = RestoreCost()
         self._log: BlockLog | None = None
         self._hits = self._misses = self._given_up = 0  # blocks
@@ -242,6 +244,7 @@ class TierCopies:
     def cancel(self, request: Request) -> None:
         """Take a request's blocks from it, some of which may still be written. No `Restoration` follows."""
         copy_id = self._copy_of.pop(request)
+        self._forget_coming(self._restores[copy_id])
         _, owned = request.give_up_memory()
         written = []
         for pool, blocks in zip(self._pools, owned, strict=True):
@@ -267,7 +270,7 @@ class TierCopies:
             return []
         over = []
         for event in self._tiers.poll():
-            self._answers = True
+            self._answers, self._answered_s = True, self._clock()
             match event:
                 case Stored():
                     group, blocks = self._stores.pop(event.copy_id)
@@ -276,9 +279,9 @@ class TierCopies:
                 case Restored():
                     restore = self._restores.pop(event.copy_id)
                     self._restore_cost.restored(event, restore.since, self._clock())
-                    self._forget_coming(restore)
                     if self.quarantine.release(event.copy_id):
                         continue
+                    self._forget_coming(restore)
                     del self._copy_of[restore.request]
                     over.append(self._restored(restore, event.num_blocks))
         self._store()
@@ -303,14 +306,12 @@ class TierCopies:
             pool.release(blocks)
 
     def _forget_coming(self, restore: _Restore) -> None:
+        self.num_restores_over += 1
         self._coming.difference_update((each.group, each.block_hash) for each in restore.plan.missing)
 
     def _give_up_overdue(self) -> list[Restoration]:
         """Cancel restores that take too long: a disk that hangs must not delay all requests that wait for it."""
-        if not self._copy_of:
-            return []
-        since_s = min(self._restores[copy_id].since for copy_id in self._copy_of.values())
-        if self._clock() - since_s < RESTORE_TIMEOUT_S:
+        if not self._are_late():
             return []
         self._answers = False
         late = list(self._copy_of)
@@ -322,9 +323,15 @@ class TierCopies:
         for request in late:
             restore = self._restores[self._copy_of[request]]
             self._given_up += len(restore.plan.missing)
-            self._forget_coming(restore)
             self.cancel(request)
         return [Restoration(request, 0) for request in late]
+
+    def _are_late(self) -> bool:
+        """Return whether a request waits too long, or the tiers are silent for so long while they restore anything."""
+        since_s = [self._restores[copy_id].since for copy_id in self._copy_of.values()]
+        if self._answers and self._restores:
+            since_s.append(max(self._answered_s, next(iter(self._restores.values())).since))
+        return bool(since_s) and self._clock() - min(since_s) >= RESTORE_TIMEOUT_S
 
     def stats(self) -> TierStats | None:
         """Return the tiers' statistics; None without tiers."""

@@ -52,6 +52,8 @@ class KVLoading:
         self._fence = fence
         self._waiting = waiting
         self._batch = batch
+        self._behind_restores: set[Request] = set()  # requests that wait for blocks which a restore brings for another
+        self._num_restores_over = 0  # when they were looked up: their lookups hold until a restore is over
 
     @property
     def num_coming(self) -> int:
@@ -76,15 +78,21 @@ class KVLoading:
 
         If its blocks are already being restored for another request, it waits until they are in the pool.
         """
-        if (
-            self._tier_copies.is_being_restored(plan)
-            or not self._may_run_ahead
-            or not self._memory.reserve(request, plan)
-        ):
+        if self._tier_copies.is_being_restored(plan):
+            self._behind_restores.add(request)
+            return False
+        if not self._may_run_ahead or not self._memory.reserve(request, plan):
             return False
         self._wait_for_kv(request)
         self._tier_copies.restore(request, plan)
         return True
+
+    def waits_for_restore(self, request: Request) -> bool:
+        """Return whether a restore brings blocks of the request's prefix for another request, as last looked up."""
+        if self._num_restores_over != self._tier_copies.num_restores_over:
+            self._num_restores_over = self._tier_copies.num_restores_over
+            self._behind_restores.clear()
+        return request in self._behind_restores
 
     def poll(self) -> list[tuple[Request, EngineError]]:
         """Make requests ready whose KV has arrived. Returns the requests whose KV is lost."""
@@ -152,6 +160,7 @@ class Admission:
     short ones only within bounds:
 
     * While a long prompt is read over several steps, a share of each step is kept for prompts that fit into it whole.
+    * While the head of the queue waits for a restore that was begun for another request, those behind it go first.
     * While the head of the queue waits for blocks, requests that need few of them may overtake it, until they have been
       given as many together as the head needs: then the head is next, whatever comes.
     """
@@ -210,13 +219,18 @@ class Admission:
         """Start waiting requests in order."""
         while not self._running.lacks_blocks and (request := self._waiting.peek()):
             if not self._admit(request, builder):
-                self._admit_small_requests(request, builder)
+                if self._loading.waits_for_restore(request):
+                    self._admit_others(builder)
+                else:
+                    self._admit_small_requests(request, builder)
                 return
 
     def _admit(self, request: Request, builder: StepBuilder) -> bool:
         """Take a request out of the queue: into this step, or to load its KV. Returns False if it has to wait."""
         if request.awaits_transfer:
             return self._loading.begin_transfer(request)
+        if self._loading.waits_for_restore(request):
+            return False
         if not self._memory.fits(request):  # there is no room for loading either, so the tiers need not be asked
             return False
         if (plan := self._loading.find_restore(request)) is not None:
@@ -226,6 +240,12 @@ class Admission:
             self._start(request, builder)
             return True
         return False
+
+    def _admit_others(self, builder: StepBuilder) -> None:
+        """Start requests behind the head in order, except those that also wait for a restore of another request."""
+        for request in self._waiting.behind_head():
+            if not self._admit(request, builder) and not self._loading.waits_for_restore(request):
+                return
 
     def _admit_small_requests(self, head: Request, builder: StepBuilder) -> None:
         """Let requests that need few blocks overtake a head that lacks blocks."""

@@ -189,6 +189,24 @@ def test_a_read_that_failed_is_not_released_before_its_siblings_had_time_to_end(
     assert reader.release(read)
 
 
+@pytest.mark.parametrize("transport", ["nixl"])
+def test_time_without_progress_ends_no_sibling_of_a_failed_read(ends: tuple[End, End]) -> None:
+    """Such as that in which the process is stopped: the library cancels the others as it makes progress."""
+    from nixl import _bindings
+
+    (holder, _), (reader, _) = ends
+    peer = connect(holder, reader)
+    reader.agent = crash = Crash(reader.agent, "transfer", _bindings.nixlRemoteDisconnectError("gone"))
+    crash.is_on = True
+    read = reader.read(peer, [ByteRange(0, 0, 16)])
+    for _ in range(3):
+        time.sleep(1.1 * nixl.SETTLE_S)
+        assert not reader.release(read)
+    deadline = time.monotonic() + 10
+    while not reader.release(read):
+        assert time.monotonic() < deadline
+
+
 def altered(metadata: bytes, field: int, value: object) -> bytes:
     fields = msgspec.msgpack.decode(metadata)
     fields[field] = value

@@ -269,6 +269,75 @@ class TestUp:
         assert engine.core.stats().tiers.answers
         engine.run_to_the_end()
 
+    def test_a_request_that_waits_for_a_restore_of_another_delays_none_behind_it(self) -> None:
+        engine = with_tiers()
+        fill_tiers(engine)
+        assert engine.tiers is not None
+        engine.add(*(request(name, PROMPT, max_tokens=1) for name in "abc"))
+        engine.add(request("behind", 9, max_tokens=1))
+        engine.run()
+        assert engine.is_answered("behind")
+        ((copy_id, _),) = engine.tiers.restores.items()
+        engine.tiers.finish_restore(copy_id)
+        engine.step()
+        engine.run()
+        for name in "abc":
+            assert engine.answer(name).outputs[0].num_cached_tokens == 5 * BLOCK_SIZE
+
+    def test_requests_do_not_wait_for_a_restore_that_hangs_for_a_request_that_is_gone(self) -> None:
+        """Nobody is left whose blocks would come into the pool, or whose wait would end after a while."""
+        clock = HandClock()
+        engine = with_tiers(clock, num_blocks=32)
+        fill_tiers(engine)
+        engine.add(request("a", PROMPT, max_tokens=1))
+        engine.run()
+        engine.core.abort("a")
+        engine.add(request("b", PROMPT, max_tokens=1), request("behind", 9, max_tokens=1))
+        engine.run()
+        assert engine.is_answered("behind")
+        clock.now_s += RESTORE_TIMEOUT_S + 1
+        engine.step()
+        engine.run()
+        assert engine.is_answered("b")
+        engine.run_to_the_end()
+
+    def test_tiers_that_hang_are_noticed_although_no_request_waits_for_so_long(self) -> None:
+        clock = HandClock()
+        engine = with_tiers(clock, num_blocks=64)
+        fill_tiers(engine)
+        for name in "ab":
+            engine.add(request(name, PROMPT, max_tokens=1))
+            engine.run()
+            clock.now_s += RESTORE_TIMEOUT_S - 1
+            engine.step()
+            engine.core.abort(name)
+        engine.run()
+        stats = engine.core.stats().tiers
+        assert stats is not None
+        assert not stats.answers
+        engine.add(request("c", PROMPT, max_tokens=1))
+        engine.run()
+        assert engine.is_answered("c")
+        engine.run_to_the_end()
+
+    def test_the_end_of_an_aborted_restore_is_not_taken_for_that_of_another(self) -> None:
+        engine = with_tiers(num_blocks=32)
+        fill_tiers(engine)
+        assert engine.tiers is not None
+        engine.add(request("a", PROMPT, max_tokens=1))
+        engine.run()
+        engine.core.abort("a")
+        engine.add(request("b", PROMPT, max_tokens=1))
+        engine.run()
+        aborted, other = engine.tiers.restores
+        engine.tiers.finish_restore(aborted)
+        engine.add(request("c", PROMPT, max_tokens=1))
+        engine.step()
+        engine.run()
+        assert list(engine.tiers.restores) == [other], "c waits for the blocks of b"
+        engine.run_to_the_end()
+        assert engine.answer("c").outputs[0].num_cached_tokens == 5 * BLOCK_SIZE
+
     def test_a_restore_that_hangs_takes_no_time_from_later_ones(self) -> None:
         clock = HandClock()
         engine = with_tiers(clock, num_blocks=32)

@@ -12,7 +12,7 @@ from baton.kv_transfer import codec
 from baton.kv_transfer.errors import MalformedMessage, TransportError
 from baton.kv_transfer.transports import ByteRange, Lane, PeerHandle, PeerState, ReadState
 from baton.kv_transfer.transports.cuda_ipc import ALIGNMENT, decode_metadata
-from baton.kv_transfer.transports.fastest import FastestTransport
+from baton.kv_transfer.transports.fastest import FIRST_PAUSE_S, FastestTransport
 
 from ...helpers.fake_transport import FakeFabric, FakeTransport, TransportFaults
 from ...helpers.virtual_clock import VirtualClock
@@ -23,16 +23,18 @@ FAST, SLOW = 2e12, 0.4e9
 
 
 class Named(FakeTransport):
-    """A fake transport under another name, which may refuse all peers."""
+    """A fake transport under another name, which counts its peers, and may refuse all."""
 
     def __init__(self, name: str, fabric: FakeFabric, agent: str, bytes_per_s: float | None, refusal: str = "") -> None:
         super().__init__(fabric, agent, bytes_per_s)
         self.name = name
-        self._refusal = refusal
+        self.refusal = refusal
+        self.num_added = 0
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
-        if self._refusal:
-            raise TransportError(self._refusal)
+        if self.refusal:
+            raise TransportError(self.refusal)
+        self.num_added += 1
         return super().add_peer(metadata)
 
 
@@ -46,6 +48,7 @@ class Machines:
     on_gpu: bool = True
     direct_refusal: str = ""
     staged_rate: float | None = None  # of both ends; None: neither has it
+    staged_refusal: str = ""
     only_reader_stages: bool = False
 
     def __post_init__(self) -> None:
@@ -53,6 +56,7 @@ class Machines:
         self.network = FakeFabric(self.clock, random.Random(1), TransportFaults())
         self.direct = FakeFabric(self.clock, random.Random(2), TransportFaults())
         self.staged = FakeFabric(self.clock, random.Random(3), TransportFaults())
+        self.staged_of: dict[str, Named] = {}
         self.memories = {"holder": bytearray(b"h" * SIZE), "reader": bytearray(b"r" * SIZE)}
         self.holder, self.reader = self._end("holder"), self._end("reader")
 
@@ -67,8 +71,9 @@ class Machines:
         staged = None
         if self.staged_rate is not None and (name == "reader" or not self.only_reader_stages):
             self.staged.attach(name, memory)
-            staged = Named("nixl/UCX staged", self.staged, name, self.staged_rate)
-        return FastestTransport(network, direct, name, on_gpu=self.on_gpu, staged=staged)
+            staged = Named("nixl/UCX staged", self.staged, name, self.staged_rate, self.staged_refusal)
+            self.staged_of[name] = staged
+        return FastestTransport(network, direct, name, on_gpu=self.on_gpu, staged=staged, clock=self.clock)
 
     def meet(self) -> int:
         """Connect, and poll the peer's state as a transfer thread does."""
@@ -90,6 +95,37 @@ class Machines:
             if (state := self.reader.poll(read)) is not ReadState.RUNNING:
                 return state
         raise AssertionError("the read does not end")
+
+    def read_for(self, peer: int, seconds: float) -> None:
+        """Read every second, as an engine with hand-offs does. The reads must succeed, and the peer stay connected."""
+        for _ in range(round(seconds)):
+            read = self.reader.read(peer, WHOLE)
+            self.clock.advance(0.5)
+            assert self.reader.poll(read) is ReadState.DONE
+            assert self.reader.release(read)
+            assert self.reader.peer_state(peer) is PeerState.CONNECTED
+            self.clock.advance(0.5)
+
+    def break_staged(self, peer: int) -> int:
+        """Let a read through host memory fail, which goes on over the network. Returns the read, which is not over."""
+        self.staged.faults.fail = 1.0
+        read = self.reader.read(peer, WHOLE)
+        self.clock.advance(0.1)
+        assert self.reader.poll(read) is ReadState.RUNNING
+        self.staged.faults.fail = 0.0
+        return read
+
+    def end(self, read: int) -> None:
+        assert self.finish(read) is ReadState.DONE
+        assert self.reader.release(read)
+
+    def accept_staged(self) -> None:
+        self.staged_of["reader"].refusal = ""
+
+    @property
+    def num_staged(self) -> int:
+        """The number of times that the reader has connected to a peer through host memory."""
+        return self.staged_of["reader"].num_added
 
     @property
     def has_arrived(self) -> bool:
@@ -221,6 +257,17 @@ def test_the_lane_of_other_memory_is_told_once_and_is_no_warning(caplog: pytest.
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+def test_the_lane_of_a_peer_whose_network_was_measured_later_is_told_then(caplog: pytest.LogCaptureFixture) -> None:
+    machines = Machines()
+    machines.network.faults.connect_s = (5.0, 5.0)
+    with caplog.at_level(logging.INFO):
+        peer = machines.meet()
+        assert "is read over" not in caplog.text
+        machines.clock.advance(5.0)
+        assert machines.reader.lane(peer) == Lane("cuda_ipc", FAST)
+    assert "memory of holder is read over cuda_ipc (cuda_ipc 2000.0 GB/s, nixl/UCX 0.4 GB/s)" in caplog.text
+
+
 def test_a_removed_peer_is_removed_from_both() -> None:
     machines = Machines()
     peer = machines.connect()
@@ -322,3 +369,74 @@ class TestStaged:
         assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
         assert machines.reader.num_fallbacks == 1
         assert machines.reader.lane(peer) == Lane("nixl/UCX", SLOW, is_slow=True)
+
+    def test_once_broken_it_is_tried_again_after_a_while(self, caplog: pytest.LogCaptureFixture) -> None:
+        machines = Machines(apart=True, staged_rate=11e9)
+        peer = machines.meet()
+        machines.end(machines.break_staged(peer))
+        machines.read_for(peer, FIRST_PAUSE_S - 5)
+        assert machines.reader.lane(peer) == Lane("nixl/UCX", SLOW, is_slow=True)
+        with caplog.at_level(logging.INFO):
+            machines.read_for(peer, 10.0)
+        assert machines.reader.lane(peer) == Lane("nixl/UCX staged", 11e9, is_staged=True)
+        assert [record for record in caplog.records if "through pinned memory" in record.message]
+        assert machines.reader.num_fallbacks == 1
+        machines.network.faults.fail = 1.0  # which it would notice
+        assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
+
+    def test_while_it_is_tried_again_the_peer_is_connected(self) -> None:
+        machines = Machines(apart=True, staged_rate=11e9)
+        peer = machines.meet()
+        machines.end(machines.break_staged(peer))
+        machines.staged.faults.connect_s = (1.0, 1.0)
+        machines.read_for(peer, 2 * FIRST_PAUSE_S)  # which looks at the state in every round
+        assert machines.reader.num_fallbacks == 1
+
+    def test_a_peer_that_is_lost_while_it_is_tried_again_is_broken(self) -> None:
+        machines = Machines(apart=True, staged_rate=11e9)
+        peer = machines.meet()
+        machines.end(machines.break_staged(peer))
+        machines.clock.advance(FIRST_PAUSE_S + 1)
+        machines.staged.faults.connect_s = (5.0, 5.0)
+        machines.network.faults.fail = 1.0
+        assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.FAILED
+        assert machines.reader.peer_state(peer) is PeerState.BROKEN
+
+    def test_it_is_not_connected_again_while_a_read_of_it_may_still_write(self) -> None:
+        machines = Machines(apart=True, staged_rate=11e9)
+        peer = machines.meet()
+        machines.staged.faults.late_s = (10 * FIRST_PAUSE_S, 10 * FIRST_PAUSE_S)
+        read = machines.break_staged(peer)
+        machines.read_for(peer, 9 * FIRST_PAUSE_S)
+        assert machines.num_staged == 1
+        machines.clock.advance(2 * FIRST_PAUSE_S)
+        machines.end(read)
+        machines.read_for(peer, 3 * FIRST_PAUSE_S)
+        assert machines.num_staged == 2
+
+    def test_the_longer_it_does_not_work_the_more_rarely_it_is_tried(self) -> None:
+        machines = Machines(apart=True, staged_rate=11e9)
+        peer = machines.meet()
+        machines.end(machines.break_staged(peer))
+        machines.staged.faults.break_peer = 1.0
+        machines.read_for(peer, 35.0)
+        assert machines.num_staged == 2
+        machines.read_for(peer, 165.0)
+        assert machines.num_staged == 3
+        machines.staged.faults.break_peer = 0.0
+        machines.read_for(peer, 130.0)
+        assert machines.reader.lane(peer) == Lane("nixl/UCX staged", 11e9, is_staged=True)
+
+    def test_where_it_is_refused_it_is_tried_again_too(self) -> None:
+        machines = Machines(apart=True, staged_rate=11e9, staged_refusal="cannot load a peer's metadata")
+        peer = machines.meet()
+        assert machines.reader.lane(peer) == Lane("nixl/UCX", SLOW, is_slow=True)
+        machines.accept_staged()
+        machines.read_for(peer, FIRST_PAUSE_S + 5)
+        assert machines.reader.lane(peer) == Lane("nixl/UCX staged", 11e9, is_staged=True)
+
+    def test_where_it_is_slower_it_is_not_tried_again(self) -> None:
+        machines = Machines(apart=True, staged_rate=SLOW / 2)
+        peer = machines.meet()
+        machines.read_for(peer, 10 * FIRST_PAUSE_S)
+        assert machines.num_staged == 1

@@ -10,7 +10,15 @@ import pytest
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
 from baton.engine.core.layout import KVLayout
 from baton.kv_transfer.pacing import POLL_SERVING_S
-from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.protocol.messages import (
+    TICKET_VERSION,
+    BlockRun,
+    DigestMode,
+    EngineKey,
+    LeaseKey,
+    Ticket,
+    runs_of,
+)
 from baton.kv_transfer.transports import ByteRange, ReadState
 
 from ...helpers.fake_transport import FakeTransport
@@ -36,6 +44,7 @@ def test_a_ticket_for_blocks_that_the_holder_lacks_costs_nobody_else_the_connect
         ({"transport": "ucx"}, "the ticket is for transport ucx, here is fake"),
         ({"digest": DigestMode.VERIFY}, "holder has transfer.digest 'verify', here it is 'off'"),
         ({"num_tokens": 17}, "offers 1 blocks for 17 tokens; blocks of 16 need 2"),
+        ({"runs": (BlockRun(2**57, 1),)}, "cannot be read as ticket"),
         ({"refusal": "its host buffer is full"}, "holder offers nothing: its host buffer is full"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -176,6 +176,18 @@ def test_a_peer_is_connected_though_its_help_came_while_nobody_looked() -> None:
     assert engines.reader.stats().peers_ready == 1
 
 
+@pytest.mark.parametrize("connect_s", [2.0, 3.0, 6.0, 10.0, 20.0])
+def test_a_peer_that_takes_long_to_connect_is_helped_all_the_time(connect_s: float) -> None:
+    """Its link may be slow: then the reads that measure it advance only while it helps."""
+    engines = Engines(helped=True)
+    engines.fabric.faults.connect_s = (connect_s, connect_s)
+    engines.reader.peers_changed([PeerInfo("holder", 1, "tcp://holder", OURS.fingerprint)])
+    while engines.reader.peers.warming_since is None:
+        engines.pass_time(1)
+    engines.pass_time(round(10 * connect_s) + 3)
+    assert engines.reader.stats().peers_ready == 1
+
+
 def test_greetings_that_waited_for_a_connection_are_answered_once() -> None:
     engines = Engines()
     link = engines.reader_channel.connect("tcp://holder")

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from baton.kv_transfer.errors import MalformedMessage
 from baton.kv_transfer.protocol.messages import (
+    DIGEST_BLOCKS,
     MAX_BLOCKS,
+    MAX_DIGESTS_BYTES,
     TICKET_VERSION,
     AbortRead,
     AskDigests,
+    BlockRun,
     Claim,
     ClaimRefused,
     DigestMode,
@@ -109,11 +112,28 @@ def test_deep_nesting_behind_a_message_is_malformed() -> None:
         Claim(LEASE, READER, -1),
         Claim(LeaseKey(PREFILL, "", 0, 0), READER, 1),
         Claim(LeaseKey(EngineKey("p", 2**63), "r", 0, 0), READER, 1),
+        Grown(LEASE, READER, 4, (2**40,)),
+        Digests(LEASE, READER, 0, DIGEST_BLOCKS + 1, (b"",)),
     ],
 )
 def test_values_out_of_range_are_malformed(message) -> None:
     with pytest.raises(MalformedMessage):
         decode(encode(message))
+
+
+def test_digests_that_would_not_fit_into_an_order_to_the_other_ranks_are_malformed() -> None:
+    half = bytes(MAX_DIGESTS_BYTES // 2)
+    whole = Digests(LEASE, READER, 0, DIGEST_BLOCKS, (half, half))
+    assert decode(encode(whole)) == whole
+    with pytest.raises(MalformedMessage, match="digests of 1048577 bytes"):
+        decode(msgspec.msgpack.encode((12, LEASE, READER, 0, DIGEST_BLOCKS, (half, half + b"1"))))
+
+
+@pytest.mark.parametrize("run", [BlockRun(2**40, 1), BlockRun(2**63 - 1, 2), BlockRun(-1, 1)])
+def test_a_ticket_for_blocks_with_numbers_that_no_engine_has_is_malformed(run: BlockRun) -> None:
+    """Their places in memory would be beyond 64 bits."""
+    with pytest.raises(MalformedMessage):
+        Ticket.decode(a_ticket(runs=(run,)).encode())
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=60))

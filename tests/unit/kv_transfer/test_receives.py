@@ -304,7 +304,7 @@ def test_digests_of_some_blocks_are_followed_by_a_question_for_the_next_ones(ver
     assert verifying.matched(1, now=4.1) == [received(2.0), FINISH]
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 3), (0, 1), (2, 1), (1, 3), (1, 2**22)])
+@pytest.mark.parametrize(("first", "count"), [(0, 3), (0, 1), (2, 1), (1, 3), (1, 2**10)])
 def test_digests_of_other_blocks_than_were_asked_for_prove_nothing(
     first: int, count: int, verifying: ReceiveTable
 ) -> None:

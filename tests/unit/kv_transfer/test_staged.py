@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from typing import cast
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,11 +14,12 @@ from baton.kv_transfer import codec
 from baton.kv_transfer.errors import TransportError
 from baton.kv_transfer.settings import TransferSettings
 from baton.kv_transfer.transports import PeerState, ReadState
+from baton.kv_transfer.transports.fastest import FastestTransport
 from baton.kv_transfer.transports.staged import CONNECT_S
 from baton.kv_transfer.transports.staged_messages import KEPT_S, Close, Fill, Open, Refused, decode, encode_ranges
-from baton.kv_transfer.transports.staged_reads import ASK_AGAIN_S
+from baton.kv_transfer.transports.staged_reads import ASK_AGAIN_S, PATIENCE_S
 
-from ...helpers.fake_transport import FakeHostNetwork
+from ...helpers.fake_transport import FakeFabric, FakeHostNetwork
 from .staged_engines import BUFFER, NUM_BUFFERS, SIZE, WHOLE, Gpu, Machines
 
 RANGES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(1, 300)), min_size=1, max_size=40)
@@ -129,6 +133,23 @@ def test_whatever_messages_are_lost_a_read_asks_again_and_gets_its_bytes(seed: i
     machines.check_all_free()
 
 
+def test_a_reader_whom_the_holder_could_not_take_introduces_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.pass_time(2 * KEPT_S, 0.1)  # then the holder has forgotten it
+    add_agent, refusals = machines.holder.network.add_agent, [TransportError("cannot load a peer's metadata")]
+
+    def refuse_once(metadata: bytes) -> str:
+        if refusals:
+            raise refusals.pop()
+        return add_agent(metadata)
+
+    monkeypatch.setattr(machines.holder.network, "add_agent", refuse_once)
+    read = machines.reader.transport.read(peer, WHOLE)
+    assert machines.finish(read) is ReadState.DONE
+    assert machines.reader.transport.peer_state(peer) is PeerState.CONNECTED
+
+
 def test_a_holder_that_falls_silent_costs_its_reader_the_lane_before_the_read_stalls() -> None:
     machines = Machines()
     peer = machines.connect()
@@ -167,6 +188,37 @@ def test_a_holder_that_dies_takes_no_buffers_from_reads_of_others() -> None:
     assert machines.reader.transport.poll(lost) is ReadState.RUNNING
     assert machines.finish(lost) is ReadState.FAILED
     assert machines.reader.transport.peer_state(peer) is PeerState.CONNECTED
+
+
+def test_a_read_that_waits_for_buffers_of_ours_does_not_count_that_time_against_its_holder() -> None:
+    machines = Machines()
+    other = Gpu(machines, "other")
+    peer, slow = machines.connect(), machines.connect(holder=other)
+    machines.fabric.faults.read_s = (PATIENCE_S + 1, PATIENCE_S + 1)
+    lost = machines.reader.transport.read(slow, [(0, 0, NUM_BUFFERS * BUFFER)])
+    for _ in range(10):
+        machines.pass_time(0.01)
+        other.transport.progress()
+    assert machines.reader.num_free[1] == 0
+    machines.fabric.faults.read_s = (0.0, 0.0)
+    read = machines.reader.transport.read(peer, WHOLE)
+    assert machines.finish(read) is ReadState.DONE
+    assert machines.reader.transport.poll(lost) is ReadState.FAILED
+    assert machines.reader.transport.peer_state(peer) is PeerState.CONNECTED
+
+
+def test_the_network_forgets_a_peer_only_when_it_writes_into_no_buffer_of_ours_any_more() -> None:
+    machines = Machines()
+    peer = machines.connect()
+    machines.fabric.faults.fail, machines.fabric.faults.late_s = 1.0, (5.0, 5.0)
+    read = machines.reader.transport.read(peer, [(0, 0, 2 * BUFFER)])
+    assert machines.finish(read) is ReadState.FAILED
+    assert machines.reader.transport.release(read)
+    machines.reader.transport.remove_peer(peer)  # which the fake network would refuse
+    assert machines.reader.network.num_peers == 1
+    machines.pass_time(6.0)
+    assert machines.reader.network.num_peers == 0
+    machines.check_all_free()
 
 
 def test_all_reads_of_a_holder_fail_with_the_first() -> None:
@@ -297,3 +349,42 @@ def test_a_device_that_fails_fails_the_read(side: str) -> None:
     read = machines.reader.transport.read(peer, [(0, 0, BUFFER)])
     assert machines.finish(read) is ReadState.FAILED
     assert machines.reader.transport.release(read)
+
+
+def test_a_lane_that_broke_is_connected_again_with_a_new_endpoint_during_reads_over_another() -> None:
+    machines = Machines()
+    network = FakeFabric(machines.clock, random.Random(0))
+    ends = []
+    for name, gpu in (("holder", machines.holder), ("reader", machines.reader)):
+        memory = cast(bytearray, memoryview(gpu.bytes))
+        slow = network.attach(name, memory, bytes_per_s=1.0)
+        ends.append(FastestTransport(slow, None, name, on_gpu=True, staged=gpu.transport, clock=machines.clock))
+    holder, reader = ends
+
+    def pass_time(seconds: float) -> None:
+        for _ in range(round(seconds / 0.01)):
+            machines.clock.advance(0.01)
+            holder.progress()  # the reader does what is asked of it
+
+    def read_all() -> None:
+        read = reader.read(peer, WHOLE)
+        while reader.poll(read) is ReadState.RUNNING:
+            pass_time(0.01)
+        assert reader.poll(read) is ReadState.DONE
+        assert reader.release(read)
+
+    peer = reader.add_peer(holder.metadata())
+    while reader.peer_state(peer) is PeerState.CONNECTING:
+        pass_time(0.01)
+    assert reader.lane(peer).is_staged
+    machines.fabric.faults.fail, machines.fabric.faults.late_s = 1.0, (5.0, 5.0)
+    read_all()
+    machines.fabric.faults.fail = 0.0
+    assert not reader.lane(peer).is_staged
+    for _ in range(35):
+        pass_time(0.9)
+        for _ in range(10):
+            read_all()
+            pass_time(0.01)
+    assert reader.num_fallbacks == 1
+    assert reader.lane(peer).is_staged
