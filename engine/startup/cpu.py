@@ -21,7 +21,8 @@ from ..worker.shapes import CpuShapes
 from ..worker.warmup import warm_up
 from .arenas import draft_bytes
 from .device import RankContext, load_models, step_limits
-from .kv_cache import allocate_on_cpu, cpu_budget, size_kv_cache
+from .kv_cache import allocate_on_cpu, cpu_budget
+from .kv_size import size_kv_cache
 from .step_sizes import StepSizes
 
 logger = logging.getLogger(__name__)

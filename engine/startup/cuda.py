@@ -28,7 +28,8 @@ from ..worker.runner import ModelRunner
 from ..worker.shapes import CudaShapes, StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
 from .device import RankContext, load_models, step_limits, stub_draft_model
-from .kv_cache import allocate_arenas, gpu_budget, size_kv_cache
+from .kv_cache import allocate_arenas, gpu_budget
+from .kv_size import size_kv_cache
 from .phases import Phases
 from .step_sizes import StepSizes
 

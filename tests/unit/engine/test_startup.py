@@ -146,7 +146,7 @@ def test_free_memory_is_the_smaller_of_the_machines_and_the_control_groups() -> 
 
 @pytest.mark.parametrize(
     ("args", "wrong"),
-    [({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override"), ({"device": "cuda"}, "device: is 'cuda'")],
+    [({}, "kv_cache_memory_bytes: 0 bytes hold"), ({"device": "cuda"}, "device: is 'cuda'")],
 )
 def test_processes_that_compile_are_gone_when_the_start_fails(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], wrong: str
@@ -160,6 +160,7 @@ def test_processes_that_compile_are_gone_when_the_start_fails(
     compiler = Compiler()
     monkeypatch.setattr("baton.engine.startup.build.start_compiler", lambda: compiler)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: 0)
     with pytest.raises(InvalidEngineConfig, match=wrong):
         build_engine(EngineConfig.from_args({"model": str(checkpoint), "max_model_len": 64, **args}))
     assert compiler.closed
