@@ -57,6 +57,39 @@ def test_vllm_arguments_without_effect_are_dropped(model: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        ("foo", "must be the origin of web pages as browsers send it, such as https://chat.example"),
+        ("", "such as https://chat.example"),
+        ("chat.example", "such as https://chat.example"),
+        ("localhost:3000", "such as https://chat.example or http://localhost:3000, or '*' for all"),
+        ("https://*.example", "such as https://chat.example"),
+        ("https://chat.example:port", "such as https://chat.example"),
+        ("https://chat.example/", "give 'https://chat.example'"),
+        ("https://chat.example/page?x#y", "give 'https://chat.example'"),
+        ("https://me@chat.example", "give 'https://chat.example'"),
+        ("HTTPS://Chat.Example", "give 'https://chat.example'"),
+        ("https://chat.example:443", "give 'https://chat.example'"),
+        ("http://[::1]:080/", "give 'http://[::1]'"),
+        ("https://b\u00fccher.example", "give 'https://xn--bcher-kva.example'"),
+    ],
+)
+def test_origins_that_no_browser_sends_are_refused(model: str, origin: str, said: str) -> None:
+    with pytest.raises(InvalidSpec, match=re.escape(f"gateway.allowed_origins.1: is {origin!r}, ")) as refusal:
+        load_spec(pair(model=model, gateway={"allowed_origins": ["*", origin]}))
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "null", "https://chat.example", "http://localhost:3000", "http://[::1]:8080", "app://Reader"],
+)
+def test_origins_that_browsers_send_may_be_allowed(model: str, origin: str) -> None:
+    spec = load_spec(pair(model=model, gateway={"allowed_origins": [origin]}))
+    assert spec.gateway.allowed_origins == [origin]
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"fleets": {"prefill": {}}}, "prefill engines need decode engines"),
