@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from . import vllm_compat
 from .core.layout import BLOCK_SIZE
 from .core.speculation.config import SpeculativeConfig
+from .hf_config.hub import is_hub_name
 from .hf_config.model_config import KV_CACHE_DTYPES, LOAD_FORMATS
 from .parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
 from .strict_model import OneOf, StrictModel, problems_of
@@ -153,8 +154,18 @@ class EngineConfig(EngineArguments):
                     f"is {_spelled(value)}, needs enable_expert_parallel: without it every rank has a slice of every"
                     " expert"
                 )
+        if self.download_dir is not None and not any(map(is_hub_name, self._models)):
+            problems["download_dir"] = (
+                f"is {self.download_dir!r}, and {self.model!r} is a folder, which is not downloaded: leave it out"
+            )
         self.refuse(problems)
         return self
+
+    @property
+    def _models(self) -> list[str]:
+        """The folders and names that the arguments have."""
+        draft_model = None if self.speculative_config is None else self.speculative_config.model
+        return [name for name in (self.model, self.tokenizer, draft_model) if name is not None]
 
     @property
     def expert_spread(self) -> ExpertSpread | None:

@@ -282,4 +282,5 @@ class FleetSpec(StrictModel):
         try:
             return EngineConfig.from_args({**given, **own, **self.model_dump(include=MODEL_ARGUMENTS)})
         except InvalidEngineConfig as error:
-            raise ValueError(f"engine arguments of {role}: {error}") from None
+            whose = "" if error.field in MODEL_ARGUMENTS else f"engine arguments of {role}: "
+            raise ValueError(f"{whose}{error}") from None

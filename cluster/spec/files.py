@@ -65,6 +65,12 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
         raise InvalidSpec(f"model: {error}") from error
 
 
+def with_model(args: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Return the arguments with another model, without what belongs to theirs."""
+    of_theirs = {"revision", "download_dir"} if has_model(model) else {"revision"}
+    return {name: value for name, value in args.items() if name not in of_theirs} | {"model": model}
+
+
 def _at_commit(spec: FleetSpec) -> FleetSpec:
     """Return the application with the commit of its revision. Raises `ModelNotFetched`."""
     return spec.model_copy(update={"revision": spec.model_folder(Files.TEXT).name})
@@ -117,12 +123,11 @@ def load_specs(
     content: Mapping[str, Any], *, model: str | None = None, needs_model: bool = True
 ) -> dict[str, FleetSpec]:
     """Load applications like `specs_in_file`, from the content of a file."""
-    own = {} if model is None else {"model": model, "revision": None}
     specs, problems = {}, []
     given = _applications_of(content)
     for name, args in given.items():
         try:
-            specs[name] = load_spec({**args, **own}, needs_model=needs_model)
+            specs[name] = load_spec(args if model is None else with_model(args, model), needs_model=needs_model)
         except InvalidSpec as error:
             whose = f"{name}: " if len(given) > 1 else ""
             problems += [whose + line for line in str(error).splitlines()]

@@ -31,8 +31,7 @@ def fetch_models(config: EngineConfig, progress: Progress | None = None) -> Engi
     update: dict[str, object] = {
         "model": str(model),
         "tokenizer": tokenizer,
-        "revision": None,
-        "tokenizer_revision": None,
+        **dict.fromkeys(("revision", "tokenizer_revision", "download_dir")),
     }
     speculation = config.speculative_config
     if speculation is not None and speculation.model is not None:
