@@ -119,10 +119,10 @@ class EngineConfig(EngineArguments):
     """Arguments of one engine, with its model. Build it with `from_args`, whose errors are easier to read."""
 
     model: str  # a folder with config.json and safetensors, or a name on the Hub: see `hf_config/hub.py`
-    revision: str | None = None  # of a name: a branch, a tag or a commit; by default `main`
+    revision: str | None = Field(None, min_length=1)  # of a name: a branch, a tag or a commit; by default `main`
     tokenizer: str | None = None  # a folder or a name; the model's own by default
-    tokenizer_revision: str | None = None
-    download_dir: str | None = None  # where fetched models are kept; by default the cache of `huggingface_hub`
+    tokenizer_revision: str | None = Field(None, min_length=1)
+    download_dir: str | None = Field(None, min_length=1)  # for fetched models; by default `huggingface_hub`'s cache
     skip_tokenizer_init: bool = False
 
     @classmethod

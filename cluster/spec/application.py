@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from baton.cluster.contracts import LoadBalancing, Role, ScalePlan
 from baton.cluster.gateway.settings import Change, change_of
@@ -44,13 +44,21 @@ Bundle = dict[str, float]  # Ray's resources by name
 SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "seed", "max_model_len")
 
 
+def _check_model_id(name: str) -> str:
+    if not name.isprintable() or name != name.strip():
+        raise ValueError(f"is {name!r}, must be printable, without blanks at its ends")
+    return name
+
+
 class FleetSpec(StrictModel):
     """One application: a model, its gateways and its engines. Build it with `load_spec`, which has clearer errors."""
 
     model: str  # a folder that every machine has, or a name on the Hub
     revision: str | None = None  # of a name on the Hub: a branch, a tag or a commit; by default `main`
-    download_dir: str | None = None  # for a name on the Hub, on every machine; by default `huggingface_hub`'s cache
-    model_id: str = ""  # the clients' name of the model; by default the folder's name, or the name on the Hub
+    # For a name on the Hub, on every machine; by default `huggingface_hub`'s cache.
+    download_dir: str | None = Field(None, min_length=1)
+    # The clients' name of the model; by default the folder's name, or the name on the Hub.
+    model_id: Annotated[str, AfterValidator(_check_model_id)] = ""
     load_balancing: LoadBalancing = LoadBalancing.INTERNAL
     gateway: GatewaySpec = GatewaySpec()
     engine: EngineSpec = EngineSpec()

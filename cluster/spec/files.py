@@ -54,8 +54,8 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
     is_name = isinstance(model, str) and not has_model(model) and is_hub_name(model)
     if isinstance(model, str) and not is_name and (needs_model or has_model(model) or address_refusal(model)):
         args = {**args, "model": str(find_model_folder(model))}
-    if isinstance(args.get("download_dir"), str):  # absolute, since other processes have other current folders
-        args = {**args, "download_dir": str(Path(args["download_dir"]).expanduser().absolute())}
+    if isinstance(folder := args.get("download_dir"), str) and folder:  # other processes have other current folders
+        args = {**args, "download_dir": str(Path(folder).expanduser().absolute())}
     try:
         spec = FleetSpec.model_validate(dict(args))
         return _at_commit(spec) if is_name and needs_model and not is_commit(spec.revision) else spec

@@ -80,6 +80,11 @@ def test_origins_that_no_browser_sends_are_refused(model: str, origin: str, said
     assert said in str(refusal.value)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "fe80::1%eth0", "localhost", "node-3.rack_1.example", "gpu7"])
+def test_gateways_may_listen_on_addresses_and_names(model: str, host: str) -> None:
+    assert load_spec(pair(model=model, gateway={"host": host})).gateway.host == host
+
+
 @pytest.mark.parametrize(
     "origin",
     ["*", "null", "https://chat.example", "http://localhost:3000", "http://[::1]:8080", "app://Reader"],
@@ -125,6 +130,31 @@ def test_origins_that_browsers_send_may_be_allowed(model: str, origin: str) -> N
             "nobody would be there for the first request",
         ),
         ({"gatway": {}}, "did you mean 'gateway'?"),
+        *[
+            ({"gateway": {"host": host}}, f"gateway.host: is {host!r}, must be an address or a name to listen on")
+            for host in (
+                "http://localhost",
+                "localhost:8000",
+                "[::1]",
+                " 127.0.0.1",
+                "my host",
+                "999.1.1.1",
+                "a..b",
+                "-a",
+            )
+        ],
+        ({"gateway": {"resources": {"GPU": 1}}}, "gateway.resources: has GPU: fleets reserve GPUs, with num_gpus"),
+        ({"fleets": {"unified": {"resources": {"CPU": 2}}}}, "fleets.unified.resources: has CPU: give num_cpus"),
+        ({"fleets": {"unified": {"resources": {"memory": 2}}}}, "resources: has memory: Ray reserves none for"),
+        ({"fleets": {"unified": {"resources": {"": 2}}}}, "resources: has a name that is empty"),
+        ({"fleets": {"unified": {"resources": {"a": 1e-5}}}}, "resources.a: is 1e-05, must be 0 or at least 0.0001"),
+        ({"fleets": {"unified": {"num_gpus": 1e-9}}}, "num_gpus: is 1e-09, must be 0 or at least 0.0001"),
+        ({"fleets": {"unified": {"num_gpus": 1.5}}}, "num_gpus: is 1.5, must be a whole number if it is above 1"),
+        ({"fleets": {"unified": {"step_timeout_s": 0.5}}}, "step_timeout_s: is 0.5, must be at least 1"),
+        ({"model_id": "a "}, "model_id: is 'a ', must be printable, without blanks at its ends"),
+        ({"model_id": "a\nb"}, "model_id: is 'a\\nb', must be printable"),
+        ({"revision": ""}, "revision: is '', must have at least 1 character"),
+        ({"download_dir": ""}, "download_dir: is '', must have at least 1 character"),
         ({"gateway": {"prot": 1}}, "did you mean 'port'?"),
         ({"gateway": {"port": 70000}}, "gateway.port"),
         ({"gateway": {"gateway_id": "me"}}, "every gateway draws its own"),
