@@ -135,7 +135,16 @@ def engine_for(model: str, engine_args: Mapping[str, Any] | None) -> LLM:
 
 
 def random_prompts(llm: LLM, batch: RandomBatch) -> list[list[int]]:
-    """Return the token ids of the batch's prompts."""
+    """Return the token ids of the batch's prompts.
+
+    Raises `ValueError` for requests that max_model_len would cut off: fewer tokens would be generated than counted.
+    """
+    longest = llm.engine.max_model_len
+    if batch.input_len + batch.output_len > longest:
+        raise ValueError(
+            f"prompts of {batch.input_len} tokens with answers of {batch.output_len} are longer than max_model_len, "
+            f"{longest}: give less input_len or output_len"
+        )
     rng = random.Random(batch.seed)
     vocab_size = llm.engine.model_config.vocab_size
     return [[rng.randrange(vocab_size) for _ in range(batch.input_len)] for _ in range(batch.num_prompts)]
