@@ -191,12 +191,27 @@ class EngineConfig(EngineArguments):
         """The number of processes, each with a device, in the engine's group."""
         return self.tensor_parallel_size * self.data_parallel_size
 
+    @property
+    def kv_size_setting(self) -> str | None:
+        """The name of the given argument that sizes the KV cache; None: it gets what the device has left."""
+        given = (
+            name for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes") if getattr(self, name) is not None
+        )
+        return next(given, None)
+
     def ignored_on(self, device: str) -> dict[str, str]:
         """Return the given arguments that have no effect on a "cpu" or "cuda", each with the reason, for a warning."""
+        reasons, sized_by = {}, self.kv_size_setting
+        if self.kv_cache_memory_bytes is not None and sized_by != "kv_cache_memory_bytes":
+            reasons["kv_cache_memory_bytes"] = f"{sized_by} gives the number of KV blocks"
+        has_share = self.gpu_memory_utilization != _DEFAULT_GPU_MEMORY_UTILIZATION
         if device == "cuda":
-            return {} if self.num_threads is None else {"num_threads": "it is for engines on a CPU"}
-        reasons = {}
-        if self.gpu_memory_utilization != _DEFAULT_GPU_MEMORY_UTILIZATION:
+            if self.num_threads is not None:
+                reasons["num_threads"] = "it is for engines on a CPU"
+            if has_share and sized_by is not None:
+                reasons["gpu_memory_utilization"] = f"the KV cache is sized by {sized_by}"
+            return reasons
+        if has_share:
             reasons["gpu_memory_utilization"] = "a CPU engine's KV cache is sized by kv_cache_memory_bytes"
         if self.disable_custom_all_reduce:
             reasons["disable_custom_all_reduce"] = "it is for engines on GPUs"

@@ -55,11 +55,22 @@ def check_given_size(model: ModelConfig, config: EngineConfig) -> None:
 
     Raises `InvalidEngineConfig`.
     """
-    if config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None:
+    if config.kv_size_setting is None:
         return
     caches = engine_caches(model).layout.of_rank(0, config.tensor_parallel_size)  # the ranks' parts are of equal size
     # One sequence fits or does not, however many may run at once.
     _size_of(config, 1, model.max_model_len, caches, lambda: KVBudget(0, ""))
+
+
+def check_room(config: EngineConfig, caches: CacheLayout, arenas: Sequence[int], free_bytes: int) -> None:
+    """Raise `InvalidEngineConfig` if blocks that the arguments ask for take more than a device's free memory."""
+    setting = config.kv_size_setting
+    num_bytes = sum(size * group.blocks.block_bytes for size, group in zip(arenas, caches.groups, strict=True))
+    if setting is not None and num_bytes > free_bytes:
+        left = max(0, free_bytes) / 1e9
+        raise InvalidEngineConfig(
+            setting, f"its KV blocks take {num_bytes / 1e9:.1f} GB, and {left:.1f} GB are left for them: give less"
+        )
 
 
 @dataclass(frozen=True)
