@@ -29,6 +29,7 @@ from .sizing import (
     GB,
     HostNeeds,
     find_overcommitted,
+    find_too_small_tiers,
     handoff_bytes,
     needs_of_nodes,
     needs_of_worker,
@@ -265,14 +266,9 @@ def _too_large_for_a_node(spec: FleetSpec, machines: Machines) -> Iterator[str]:
 
 def _too_small_tiers(plan: Plan) -> Iterator[str]:
     for fleet in plan.fleets:
-        tiers = plan.spec.fleets.present[fleet.role].kv_tiers
-        for name in ("host_bytes", "disk_bytes") if tiers is not None else ():
-            given, fewest = getattr(tiers, name), fleet.fewest_tier_bytes
-            if 0 < given < fewest:
-                yield (
-                    f"{fleet.role}: kv_tiers.{name} is {given}, which has no block for "
-                    f"{'some cache groups' if len(fleet.arenas) > 1 else 'it'}: give at least {fewest}"
-                )
+        if (tiers := plan.spec.fleets.present[fleet.role].kv_tiers) is not None:
+            problems = find_too_small_tiers(tiers, fleet.fewest_tier_bytes, len(fleet.arenas))
+            yield from (f"{fleet.role}: {problem}" for problem in problems)
 
 
 def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:

@@ -262,6 +262,17 @@ def test_too_little_memory_for_a_sequence_is_refused_before_anything_starts(
         assert f"unified: {said}" in done.output
 
 
+@pytest.mark.parametrize("name", ["model", "hybrid"])
+def test_a_tier_without_room_for_a_block_of_each_cache_group_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "application.yaml"
+    tiers = "{host_bytes: 10, disk_path: /kv, disk_bytes: 20}"
+    file.write_text(f"model: {DEMO.parent / name}\nfleets: {{unified: {{kv_tiers: {tiers}}}}}\n")
+    done = baton("check", file)
+    assert done.exit_code == 1
+    for setting in ("host_bytes is 10", "disk_bytes is 20"):
+        assert f"unified: kv_tiers.{setting}, which has no block for " in done.output
+
+
 @pytest.mark.parametrize("address", ["s3://bucket/model", "gs://bucket/a/model", "file:///models/qwen"])
 def test_an_address_of_an_object_store_is_refused_with_what_to_do(tmp_path: Path, address: str) -> None:
     file = tmp_path / "app.yaml"
