@@ -96,8 +96,11 @@ def startup(
     """Measure the seconds from the first import to an engine that is ready, each time in a new process.
 
     Cold starts find no compiled kernels. `warm_startup_phases` has the mean seconds of each phase of warm starts.
-    Raises `ValueError` for a model or arguments that `LLM` refuses, `StartupFailed` if a process fails otherwise.
+    Raises `ValueError` for no start at all, or for what `LLM` refuses; `StartupFailed` if a process
+    fails otherwise.
     """
+    if not num_iters_cold and not num_iters_warm:
+        raise ValueError("num_iters_cold and num_iters_warm are both 0: there is nothing to measure")
     args = {"model": model, **(engine_args or {})}
     cold = [_start_once(args, cold=True) for _ in range(num_iters_cold)]
     warm = [_start_once(args, cold=False) for _ in range(num_iters_warm)]

@@ -49,6 +49,11 @@ def test_startup_runs_in_processes_of_its_own(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
+def test_no_start_at_all_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="num_iters_cold and num_iters_warm are both 0"):
+        bench.startup(str(checkpoint), num_iters_cold=0, num_iters_warm=0)
+
+
 def test_a_start_is_refused_as_in_this_process(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^'.*' has no config\.json"):
         bench.startup(str(tmp_path), num_iters_cold=0, num_iters_warm=1)
