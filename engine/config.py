@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from . import vllm_compat
 from .core.layout import BLOCK_SIZE
 from .core.speculation.config import SpeculativeConfig
+from .hf_config.hub import is_hub_name
 from .hf_config.model_config import KV_CACHE_DTYPES, LOAD_FORMATS
 from .parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
 from .strict_model import OneOf, StrictModel, problems_of
@@ -120,10 +121,10 @@ class EngineConfig(EngineArguments):
     """Arguments of one engine, with its model. Build it with `from_args`, whose errors are easier to read."""
 
     model: str  # a folder with config.json and safetensors, or a name on the Hub: see `hf_config/hub.py`
-    revision: str | None = None  # of a name: a branch, a tag or a commit; by default `main`
+    revision: str | None = Field(None, min_length=1)  # of a name: a branch, a tag or a commit; by default `main`
     tokenizer: str | None = None  # a folder or a name; the model's own by default
-    tokenizer_revision: str | None = None
-    download_dir: str | None = None  # where fetched models are kept; by default the cache of `huggingface_hub`
+    tokenizer_revision: str | None = Field(None, min_length=1)
+    download_dir: str | None = Field(None, min_length=1)  # for fetched models; by default `huggingface_hub`'s cache
     skip_tokenizer_init: bool = False
 
     @classmethod
@@ -155,8 +156,18 @@ class EngineConfig(EngineArguments):
                     f"is {_spelled(value)}, needs enable_expert_parallel: without it every rank has a slice of every"
                     " expert"
                 )
+        if self.download_dir is not None and not any(map(is_hub_name, self._models)):
+            problems["download_dir"] = (
+                f"is {self.download_dir!r}, and {self.model!r} is a folder, which is not downloaded: leave it out"
+            )
         self.refuse(problems)
         return self
+
+    @property
+    def _models(self) -> list[str]:
+        """The folders and names that the arguments have."""
+        draft_model = None if self.speculative_config is None else self.speculative_config.model
+        return [name for name in (self.model, self.tokenizer, draft_model) if name is not None]
 
     @property
     def expert_spread(self) -> ExpertSpread | None:
@@ -182,12 +193,27 @@ class EngineConfig(EngineArguments):
         """The number of processes, each with a device, in the engine's group."""
         return self.tensor_parallel_size * self.data_parallel_size
 
+    @property
+    def kv_size_setting(self) -> str | None:
+        """The name of the given argument that sizes the KV cache; None: it gets what the device has left."""
+        given = (
+            name for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes") if getattr(self, name) is not None
+        )
+        return next(given, None)
+
     def ignored_on(self, device: str) -> dict[str, str]:
         """Return the given arguments that have no effect on a "cpu" or "cuda", each with the reason, for a warning."""
+        reasons, sized_by = {}, self.kv_size_setting
+        if self.kv_cache_memory_bytes is not None and sized_by != "kv_cache_memory_bytes":
+            reasons["kv_cache_memory_bytes"] = f"{sized_by} gives the number of KV blocks"
+        has_share = self.gpu_memory_utilization != _DEFAULT_GPU_MEMORY_UTILIZATION
         if device == "cuda":
-            return {} if self.num_threads is None else {"num_threads": "it is for engines on a CPU"}
-        reasons = {}
-        if self.gpu_memory_utilization != _DEFAULT_GPU_MEMORY_UTILIZATION:
+            if self.num_threads is not None:
+                reasons["num_threads"] = "it is for engines on a CPU"
+            if has_share and sized_by is not None:
+                reasons["gpu_memory_utilization"] = f"the KV cache is sized by {sized_by}"
+            return reasons
+        if has_share:
             reasons["gpu_memory_utilization"] = "a CPU engine's KV cache is sized by kv_cache_memory_bytes"
         if self.disable_custom_all_reduce:
             reasons["disable_custom_all_reduce"] = "it is for engines on GPUs"

@@ -120,7 +120,7 @@ class DraftsOptions:
         list[int] | None, typer.Option(min=1, help="Number of concurrent requests; may be repeated.  [default: 1, 8]")
     ] = None
     input_len: Count = 512
-    output_len: Count = 128
+    output_len: Annotated[int, typer.Option(min=2)] = 128  # the first token counts as prefill
     num_drafts: Annotated[int, typer.Option(min=1, help="Maximum number of draft tokens per request and step.")] = 3
     acceptance: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of draft tokens that are right.")] = 0.8
     edit_every: Annotated[

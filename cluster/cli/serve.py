@@ -19,7 +19,7 @@ from baton.cluster.contracts import LoadBalancing
 from baton.cluster.disks import default_ray_folder, full_disks
 from baton.cluster.logs import configure
 from baton.cluster.planning.model_checks import WeightsCheck, needs_weights
-from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec
+from baton.cluster.spec import DEFAULT_NAME, FleetSpec, InvalidSpec, applications_in_file, load_spec, with_model
 from baton.engine.hf_config.hub import is_hub_name
 from baton.engine.net.sockets import socket_family
 
@@ -47,13 +47,12 @@ def application_spec(options: ServeOptions, engine_args: dict[str, Any]) -> tupl
     if options.config is not None:
         name, args = _application_in(options.config)
     given = {
-        "model": options.model,
         "revision": options.revision,
         "download_dir": options.download_dir,
         "model_id": options.model_id,
     }
     if options.model is not None:
-        args.pop("revision", None)  # it belongs to the file's model
+        args = with_model(args, options.model)
     args |= {key: value for key, value in given.items() if value is not None}
     gateway: dict[str, Any] = {"host": options.host, "port": options.port, "replicas": options.gateways}
     gateway |= {"api_keys": options.api_key or None, "allowed_origins": options.allowed_origin or None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from typing import Annotated, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -30,6 +31,39 @@ def check_api_key(key: str) -> str:
 
 
 ApiKey = Annotated[str, AfterValidator(check_api_key)]
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}  # browsers leave them out
+
+
+def check_origin(origin: str) -> str:
+    """Return the origin if browsers send it so, as `Origin: SCHEME://HOST[:PORT]` or `null`, or if it is "*".
+
+    Raises `ValueError` otherwise, with the right spelling if there is one.
+    """
+    if origin in ("*", "null") or origin == (spelled := _spelled_by_browsers(origin)):
+        return origin
+    allowed = "https://chat.example or http://localhost:3000, or '*' for all"
+    what = f"give {spelled!r}" if spelled else f"such as {allowed}"
+    raise ValueError(f"is {origin!r}, must be the origin of web pages as browsers send it, {what}")
+
+
+def _spelled_by_browsers(url: str) -> str | None:
+    """Return the origin of a URL as in RFC 6454; None if it has none."""
+    # Of a browser's extension or an app, in which case counts.
+    if re.fullmatch(r"(?!https?:)[a-z][a-z0-9+.-]*://[\w.:-]+", url, re.ASCII):
+        return url
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").encode("idna").decode(), parts.port
+    except ValueError:  # also of the host's encoding
+        return None
+    if parts.scheme not in _DEFAULT_PORTS or not re.fullmatch(r"[a-z0-9._-]+|[0-9a-f:.]*:[0-9a-f:.]*", host):
+        return None
+    host = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{host}" + ("" if port in (None, _DEFAULT_PORTS[parts.scheme]) else f":{port}")
+
+
+Origin = Annotated[str, AfterValidator(check_origin)]
 
 
 class Change(enum.StrEnum):
@@ -66,7 +100,7 @@ class GatewaySettings(StrictModel):
     api_keys_file: str = ""  # file with more keys, one a line; it may change, and keeps keys out of config files
     isolate_keys: bool = False  # cached prefixes are shared only between requests with the same key
     special_tokens_in_messages: bool = False  # text in a chat that spells a control token becomes that token
-    allowed_origins: list[str] = []  # of web pages that may call from their visitors' browsers; "*": all
+    allowed_origins: list[Origin] = []  # of web pages that may call from their visitors' browsers; "*": all
     page: bool = True  # serve the page that shows the fleet at `/`; otherwise `/` is a 404
     max_body_bytes: int = Field(16 * 2**20, gt=0)  # above: 413
     request_memory_bytes: int = Field(2**30, gt=0)  # of all bodies and prompts together; above: 503

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from baton.cluster.contracts import Role
@@ -19,7 +19,10 @@ from baton.engine.hf_config.errors import ModelError, ModelNotFetched
 from baton.engine.hf_config.hub import Files
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config
+from baton.engine.startup.arenas import engine_caches
 from baton.engine.startup.model_config import read_model_config
+
+from .sizing import find_too_small_tiers
 
 POLL_S = 0.05
 NICENESS = 10  # of the check: Ray, which starts meanwhile, has only so long for it
@@ -31,11 +34,19 @@ def check_model(spec: FleetSpec) -> None:
     _fetch(spec, Files.TEXT)
     for role in spec.fleets.present:
         try:
-            read_model(spec, role)
+            found = [*_too_small_tiers(spec, role, read_model(spec, role))]
         except (ModelError, InvalidEngineConfig) as error:
-            problems.append(f"{role}: {error}")
+            found = [str(error)]
+        problems += [f"{role}: {problem}" for problem in found]
     if problems:
         raise InvalidSpec("\n".join(dict.fromkeys(problems)))
+
+
+def _too_small_tiers(spec: FleetSpec, role: Role, model: ModelConfig) -> Iterator[str]:
+    """Describe tiers that cannot hold one block of each cache group, however the engine divides them."""
+    if (tiers := spec.fleets.present[role].kv_tiers) is not None:
+        groups = engine_caches(model).layout.of_rank(0, spec.engine_config(role).tensor_parallel_size).groups
+        yield from find_too_small_tiers(tiers, sum(group.blocks.block_bytes for group in groups), len(groups))
 
 
 def read_model(spec: FleetSpec, role: Role) -> ModelConfig:

@@ -19,6 +19,7 @@ from baton.engine.core.layout import BLOCK_SIZE, DTYPE_BYTES, GroupLayout
 from baton.engine.hf_config.errors import ModelError
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.startup.arenas import arenas_of, divide_memory, draft_bytes, engine_caches, longest_sequence, needs_of
+from baton.engine.startup.kv_size import check_room
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
 from baton.engine.startup.weight_counts import check_weights_fit, usable_gpu_bytes, weight_bytes_of_rank
 from baton.kv_transfer.tiers.division import divide_bytes, fewest_bytes
@@ -28,6 +29,7 @@ from .sizing import (
     GB,
     HostNeeds,
     find_overcommitted,
+    find_too_small_tiers,
     handoff_bytes,
     needs_of_nodes,
     needs_of_worker,
@@ -183,6 +185,7 @@ def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
     plan.hosts = _hosts(plan)
     plan.refusals += find_overcommitted(plan.hosts, machines.memory_bytes, machines.disk_bytes)
     plan.bandwidth = _bandwidth(plan)
+    _note_long_requests(plan)
     _note_what_is_slow(plan)
     return plan
 
@@ -220,6 +223,8 @@ def _fleet(spec: FleetSpec, role: Role, machines: Machines, notes: list[str]) ->
         if config.max_model_len is not None:
             raise InvalidEngineConfig(setting, f"{blocks} {what}")
         notes.append(f"{role}: {blocks} {what}: max_model_len becomes {max_model_len}")
+    if device == "cuda":
+        check_room(config, caches, sizes, machines.gpu_memory_bytes - DRIVER_BYTES - weights - step)
     arenas = [ArenaPlan(group, size) for group, size in zip(caches.groups, sizes, strict=True)]
     return FleetPlan(role, config, steps, device, weights, step, arenas, max_model_len)
 
@@ -262,14 +267,9 @@ def _too_large_for_a_node(spec: FleetSpec, machines: Machines) -> Iterator[str]:
 
 def _too_small_tiers(plan: Plan) -> Iterator[str]:
     for fleet in plan.fleets:
-        tiers = plan.spec.fleets.present[fleet.role].kv_tiers
-        for name in ("host_bytes", "disk_bytes") if tiers is not None else ():
-            given, fewest = getattr(tiers, name), fleet.fewest_tier_bytes
-            if 0 < given < fewest:
-                yield (
-                    f"{fleet.role}: kv_tiers.{name} is {given}, which has no block for "
-                    f"{'some cache groups' if len(fleet.arenas) > 1 else 'it'}: give at least {fewest}"
-                )
+        if (tiers := plan.spec.fleets.present[fleet.role].kv_tiers) is not None:
+            problems = find_too_small_tiers(tiers, fleet.fewest_tier_bytes, len(fleet.arenas))
+            yield from (f"{fleet.role}: {problem}" for problem in problems)
 
 
 def _placement(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:
@@ -332,6 +332,16 @@ def _bandwidth(plan: Plan) -> Bandwidth | None:
 
 
 THROUGH_TCP = "KV blocks of GPUs go from machine to machine through TCP, at 1 GB/s or less: hand-offs will be avoided"
+
+
+def _note_long_requests(plan: Plan) -> None:
+    load = plan.traffic
+    for fleet in plan.fleets:
+        if load.prompt_tokens + load.output_tokens > fleet.max_model_len:
+            plan.notes.append(
+                f"{fleet.role}: requests of {load.prompt_tokens} + {load.output_tokens} tokens are longer than "
+                f"max_model_len, {fleet.max_model_len}, and would be cut off"
+            )
 
 
 def _note_what_is_slow(plan: Plan) -> None:

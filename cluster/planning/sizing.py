@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from baton.cluster.contracts import Role
 from baton.cluster.spec import FleetSpec
 from baton.engine.core.layout import BLOCK_SIZE, CacheKind, CacheLayout, GroupLayout
+from baton.kv_transfer.settings import TierSettings
 
 GB = 10**9
 
@@ -57,6 +58,15 @@ def needs_of_worker(spec: FleetSpec, role: Role, model: int) -> HostNeeds:
         model=model,
         disk=0 if tiers is None else tiers.disk_bytes,
     )
+
+
+def find_too_small_tiers(tiers: TierSettings, fewest_bytes: int, num_groups: int) -> Iterator[str]:
+    """Yield a line for each tier of a rank in which one of the model's cache groups would have no block."""
+    for name in ("host_bytes", "disk_bytes"):
+        given = getattr(tiers, name)
+        if 0 < given < fewest_bytes:
+            lacking = "some cache groups" if num_groups > 1 else "it"
+            yield f"kv_tiers.{name} is {given}, which has no block for {lacking}: give at least {fewest_bytes}"
 
 
 def needs_of_nodes(workers: Sequence[tuple[int, HostNeeds]]) -> list[HostNeeds]:

@@ -284,6 +284,13 @@ def _check(fleets: SimulatedFleets, policies: Collection[str]) -> None:
         raise InvalidSimulation("prefill and decode engines need each other: give both numbers, or unified engines")
     if not fleets.num_unified and not fleets.num_prefill:
         raise InvalidSimulation("no engine was asked for")
+    slow = fleets.slow
+    if not slow.begins_s < slow.ends_s:
+        raise InvalidSimulation(
+            f"an engine is slow from {slow.begins_s:g} to {slow.ends_s:g} s, which never comes: give a later end"
+        )
+    if slow.times == NEVER_SLOW.times and slow != NEVER_SLOW:
+        raise InvalidSimulation("the time in which an engine is slow changes nothing: give by how much (slow_times)")
     if unknown := sorted(set(policies) - _policies(fleets).keys()):
         of_tiers = f"; with tiers {', '.join(OF_TIERS)}" if not fleets.num_tier_blocks else ""
         raise InvalidSimulation(f"{unknown[0]!r} is not a policy; choose from {', '.join(_policies(fleets))}{of_tiers}")

@@ -12,6 +12,7 @@ from .files import (
     load_specs,
     read_mapping,
     specs_in_file,
+    with_model,
 )
 from .parts import AutoscalingSpec, Fleet, GatewaySpec, InvalidSpec
 from .reservations import REPLICA_CPUS, Bundle, Reservations
@@ -34,5 +35,6 @@ __all__ = [
     "load_specs",
     "read_mapping",
     "specs_in_file",
+    "with_model",
     "with_user_config",
 ]

@@ -15,9 +15,9 @@ logging: {format: json}
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from baton.cluster.contracts import LoadBalancing, Role, ScalePlan
 from baton.cluster.gateway.settings import Change, change_of
@@ -37,13 +37,21 @@ MODEL_ARGUMENTS = {"model", "revision", "download_dir"}  # top-level settings th
 SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "seed", "max_model_len")
 
 
+def _check_model_id(name: str) -> str:
+    if not name.isprintable() or name != name.strip():
+        raise ValueError(f"is {name!r}, must be printable, without blanks at its ends")
+    return name
+
+
 class FleetSpec(StrictModel):
     """One application: a model, its gateways and its engines. Build it with `load_spec`, which has clearer errors."""
 
     model: str  # a folder that every machine has, or a name on the Hub
     revision: str | None = None  # of a name on the Hub: a branch, a tag or a commit; by default `main`
-    download_dir: str | None = None  # for a name on the Hub, on every machine; by default `huggingface_hub`'s cache
-    model_id: str = ""  # the clients' name of the model; by default the folder's name, or the name on the Hub
+    # For a name on the Hub, on every machine; by default `huggingface_hub`'s cache.
+    download_dir: str | None = Field(None, min_length=1)
+    # The clients' name of the model; by default the folder's name, or the name on the Hub.
+    model_id: Annotated[str, AfterValidator(_check_model_id)] = ""
     load_balancing: LoadBalancing = LoadBalancing.INTERNAL
     gateway: GatewaySpec = GatewaySpec()
     engine: EngineSpec = EngineSpec()
@@ -205,4 +213,5 @@ class FleetSpec(StrictModel):
         try:
             return EngineConfig.from_args({**given, **own, **self.model_dump(include=MODEL_ARGUMENTS)})
         except InvalidEngineConfig as error:
-            raise ValueError(f"engine arguments of {role}: {error}") from None
+            whose = "" if error.field in MODEL_ARGUMENTS else f"engine arguments of {role}: "
+            raise ValueError(f"{whose}{error}") from None

@@ -54,8 +54,8 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
     is_name = isinstance(model, str) and not has_model(model) and is_hub_name(model)
     if isinstance(model, str) and not is_name and (needs_model or has_model(model) or address_refusal(model)):
         args = {**args, "model": str(find_model_folder(model))}
-    if isinstance(args.get("download_dir"), str):  # absolute, since other processes have other current folders
-        args = {**args, "download_dir": str(Path(args["download_dir"]).expanduser().absolute())}
+    if isinstance(folder := args.get("download_dir"), str) and folder:  # other processes have other current folders
+        args = {**args, "download_dir": str(Path(folder).expanduser().absolute())}
     try:
         spec = FleetSpec.model_validate(dict(args))
         return _at_commit(spec) if is_name and needs_model and not is_commit(spec.revision) else spec
@@ -63,6 +63,12 @@ def load_spec(args: Mapping[str, Any], *, needs_model: bool = True) -> FleetSpec
         raise InvalidSpec(describe(error, secret="api_keys")) from None
     except ModelNotFetched as error:
         raise InvalidSpec(f"model: {error}") from error
+
+
+def with_model(args: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Return the arguments with another model, without what belongs to theirs."""
+    of_theirs = {"revision", "download_dir"} if has_model(model) else {"revision"}
+    return {name: value for name, value in args.items() if name not in of_theirs} | {"model": model}
 
 
 def _at_commit(spec: FleetSpec) -> FleetSpec:
@@ -117,12 +123,11 @@ def load_specs(
     content: Mapping[str, Any], *, model: str | None = None, needs_model: bool = True
 ) -> dict[str, FleetSpec]:
     """Load applications like `specs_in_file`, from the content of a file."""
-    own = {} if model is None else {"model": model, "revision": None}
     specs, problems = {}, []
     given = _applications_of(content)
     for name, args in given.items():
         try:
-            specs[name] = load_spec({**args, **own}, needs_model=needs_model)
+            specs[name] = load_spec(args if model is None else with_model(args, model), needs_model=needs_model)
         except InvalidSpec as error:
             whose = f"{name}: " if len(given) > 1 else ""
             problems += [whose + line for line in str(error).splitlines()]

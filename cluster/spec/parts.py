@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from baton.cluster.contracts import Bounds, Role
 from baton.cluster.gateway.api_keys import InvalidKeys, read_key_file
@@ -14,7 +16,55 @@ from baton.engine.strict_model import StrictModel
 from baton.kv_transfer.settings import TierSettings
 
 MAX_PORT = 65535
-Resources = dict[str, Annotated[float, Field(ge=0)]]  # Ray's, by name
+_LEAST_AMOUNT = 0.0001  # of a Ray resource
+_NOT_CUSTOM = {  # Ray's resources that `resources` may not have, and the reason
+    "CPU": "give num_cpus",
+    "GPU": "fleets reserve GPUs, with num_gpus",
+    **dict.fromkeys(("memory", "object_store_memory"), "Ray reserves none for engines and gateways"),
+}
+_HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*\.?", re.ASCII | re.IGNORECASE)
+
+
+def _check_amount(amount: float) -> float:
+    if 0 < amount < _LEAST_AMOUNT:
+        raise ValueError(f"is {amount:g}, must be 0 or at least {_LEAST_AMOUNT}, the least that Ray counts")
+    return amount
+
+
+Amount = Annotated[float, Field(ge=0), AfterValidator(_check_amount)]  # of a Ray resource
+
+
+def _check_resources(resources: dict[str, float]) -> dict[str, float]:
+    for name in resources:
+        if name in _NOT_CUSTOM:
+            raise ValueError(f"has {name}: {_NOT_CUSTOM[name]}")
+        if not name.strip():
+            raise ValueError("has a name that is empty: give the name of a resource that Ray was started with")
+    return resources
+
+
+Resources = Annotated[dict[str, Amount], AfterValidator(_check_resources)]  # Ray's custom resources, by name
+
+
+def _check_gpus(count: float | None) -> float | None:
+    if count is None:
+        return None
+    if count > 1 and not count.is_integer():
+        raise ValueError(f"is {count:g}, must be a whole number if it is above 1: Ray divides single GPUs only")
+    return _check_amount(count)
+
+
+def _check_host(host: str) -> str:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        # A name that ends in a number is a mistyped address.
+        if not _HOST_NAME.fullmatch(host) or re.fullmatch(r"\d+", host.rstrip(".").rpartition(".")[2]):
+            raise ValueError(
+                f"is {host!r}, must be an address or a name to listen on, such as 0.0.0.0, :: or localhost; the port "
+                "is a setting of its own"
+            ) from None
+    return host
 
 
 class InvalidSpec(ValueError):
@@ -33,10 +83,10 @@ class GatewaySpec(GatewaySettings):
     replicas: Annotated[int, Change.OPTION] = Field(1, ge=1)
     # Share of gateways of a new version that start before old ones end.
     max_surge_percent: Annotated[int, Change.OPTION] = Field(100, ge=0, le=100)
-    host: Annotated[str, Change.GATEWAYS] = Field("0.0.0.0", min_length=1)
+    host: Annotated[str, Change.GATEWAYS, Field(min_length=1), AfterValidator(_check_host)] = "0.0.0.0"
     # The first port of a machine, on which each gateway has its own.
     port: Annotated[int, Change.GATEWAYS] = Field(8000, ge=1, le=MAX_PORT)
-    num_cpus: Annotated[float, Change.GATEWAYS] = Field(0.1, ge=0)  # for Ray's placement
+    num_cpus: Annotated[Amount, Change.GATEWAYS] = 0.1  # for Ray's placement
     resources: Annotated[Resources, Change.GATEWAYS] = {}
 
     def settings(self, gateway_id: str) -> GatewaySettings:
@@ -97,10 +147,11 @@ class Fleet(StrictModel):
     min_replicas: int | None = Field(None, ge=0)  # with `max_replicas`: the fleet is autoscaled, see `autoscaling`
     max_replicas: int | None = Field(None, ge=1)
     engine: EngineSpec = EngineSpec()  # overrides those of all engines
-    num_cpus: float = Field(0.5, ge=0)  # of one worker, for Ray's placement; `engine.num_threads` sets threads
-    num_gpus: float | None = Field(None, ge=0)  # of one worker; by default one if the cluster has any: `Reservations`
+    num_cpus: Amount = 0.5  # of one worker, for Ray's placement; `engine.num_threads` sets threads
+    # Of one worker; by default one if the cluster has any: `Reservations`.
+    num_gpus: Annotated[float | None, Field(ge=0), AfterValidator(_check_gpus)] = None
     resources: Resources = {}  # of one worker
-    step_timeout_s: float = Field(60.0, gt=0)  # longer than any step takes: then an engine hangs, and is replaced
+    step_timeout_s: float = Field(60.0, ge=1)  # longer than any step takes: then an engine hangs, and is replaced
     drain_timeout_s: float = Field(30.0, ge=0)  # for requests to finish when a group ends; others continue elsewhere
     max_surge_percent: int = Field(0, ge=0, le=100)  # share of groups of a new version that start before old ones end
 

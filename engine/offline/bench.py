@@ -96,8 +96,11 @@ def startup(
     """Measure the seconds from the first import to an engine that is ready, each time in a new process.
 
     Cold starts find no compiled kernels. `warm_startup_phases` has the mean seconds of each phase of warm starts.
-    Raises `ValueError` for a model or arguments that `LLM` refuses, `StartupFailed` if a process fails otherwise.
+    Raises `ValueError` for no start at all, or for what `LLM` refuses; `StartupFailed` if a process
+    fails otherwise.
     """
+    if not num_iters_cold and not num_iters_warm:
+        raise ValueError("num_iters_cold and num_iters_warm are both 0: there is nothing to measure")
     args = {"model": model, **(engine_args or {})}
     cold = [_start_once(args, cold=True) for _ in range(num_iters_cold)]
     warm = [_start_once(args, cold=False) for _ in range(num_iters_warm)]
@@ -135,7 +138,16 @@ def engine_for(model: str, engine_args: Mapping[str, Any] | None) -> LLM:
 
 
 def random_prompts(llm: LLM, batch: RandomBatch) -> list[list[int]]:
-    """Return the token ids of the batch's prompts."""
+    """Return the token ids of the batch's prompts.
+
+    Raises `ValueError` for requests that max_model_len would cut off: fewer tokens would be generated than counted.
+    """
+    longest = llm.engine.max_model_len
+    if batch.input_len + batch.output_len > longest:
+        raise ValueError(
+            f"prompts of {batch.input_len} tokens with answers of {batch.output_len} are longer than max_model_len, "
+            f"{longest}: give less input_len or output_len"
+        )
     rng = random.Random(batch.seed)
     vocab_size = llm.engine.model_config.vocab_size
     return [[rng.randrange(vocab_size) for _ in range(batch.input_len)] for _ in range(batch.num_prompts)]

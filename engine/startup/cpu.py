@@ -21,7 +21,8 @@ from ..worker.shapes import CpuShapes
 from ..worker.warmup import warm_up
 from .arenas import draft_bytes
 from .device import RankContext, load_models, step_limits
-from .kv_cache import allocate_on_cpu, cpu_budget, size_kv_cache
+from .kv_cache import allocate_on_cpu, available_memory_bytes, cpu_budget
+from .kv_size import check_room, size_kv_cache
 from .step_sizes import StepSizes
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,9 @@ class CpuStartup:
         config, model_config, member = context.config, context.model_config, context.member
         drafts = draft_bytes(model_config, config.speculative_config, seqs, member.tensor_parallel_size)
         budget = functools.partial(cpu_budget, member.num_local, drafts)
-        return size_kv_cache(config, seqs, model_config.max_model_len, context.own_caches, budget)
+        longest, sizes = size_kv_cache(config, seqs, model_config.max_model_len, context.own_caches, budget)
+        check_room(config, context.own_caches, sizes, available_memory_bytes() // member.num_local - drafts)
+        return longest, sizes
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return allocate_on_cpu(num_bytes)

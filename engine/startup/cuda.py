@@ -28,7 +28,8 @@ from ..worker.runner import ModelRunner
 from ..worker.shapes import CudaShapes, StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
 from .device import RankContext, load_models, step_limits, stub_draft_model
-from .kv_cache import allocate_arenas, gpu_budget, size_kv_cache
+from .kv_cache import allocate_arenas, gpu_budget
+from .kv_size import check_room, size_kv_cache
 from .phases import Phases
 from .step_sizes import StepSizes
 
@@ -102,7 +103,9 @@ class CudaStartup:
         free, total = torch.cuda.mem_get_info(context.device)
         config, longest = context.config, context.model_config.max_model_len
         budget = gpu_budget(memory.num_bytes, utilization=config.gpu_memory_utilization, free=free, total=total)
-        return size_kv_cache(config, self._steps.max_num_seqs, longest, context.own_caches, lambda: budget)
+        longest, sizes = size_kv_cache(config, self._steps.max_num_seqs, longest, context.own_caches, lambda: budget)
+        check_room(config, context.own_caches, sizes, free)
+        return longest, sizes
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return zeros: a block that was never written may be read beside one that was, so it must not hold NaN."""

@@ -1,4 +1,4 @@
-"""The memory of the KV blocks: how many fit, and their allocation on a CPU.
+"""The memory of the KV blocks: the default budgets, and the allocation.
 
 On a GPU, blocks get
 
@@ -11,80 +11,22 @@ On a GPU, blocks get
 
 from __future__ import annotations
 
-import logging
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..config import EngineConfig, InvalidEngineConfig
 from ..core.layout import CacheLayout, GroupLayout, StateLayout, draft_places
 from ..core.regions import ArenaRegion, CacheRegion
 from ..hf_config.model_config import ModelConfig
 from ..worker.shapes import StepLimits
-from .arenas import arenas_of, divide_memory, engine_caches, least_blocks, least_bytes, longest_sequence
-
-logger = logging.getLogger(__name__)
+from .arenas import engine_caches
+from .kv_size import KVBudget
 
 # Default of a CPU engine: other engines, their weights and the page cache share the machine's memory.
 _SHARE_OF_FREE_MEMORY = 0.25
 _MOST_BYTES = 4 << 30
-
-
-@dataclass(frozen=True)
-class KVBudget:
-    """Memory for blocks, and the name of the engine argument that sets it."""
-
-    num_bytes: int
-    setting: str
-
-
-def size_kv_cache(
-    config: EngineConfig,
-    max_num_seqs: int,
-    context_len: int,
-    caches: CacheLayout,
-    default_budget: Callable[[], KVBudget],
-) -> tuple[int, Sequence[int]]:
-    """Return the longest sequence in tokens (at most `context_len`), and the number of blocks of each cache group.
-
-    The number is `num_gpu_blocks_override`, or what fits into the memory (`kv_cache_memory_bytes`, or the default
-    budget), but no more than `max_num_seqs` sequences of full length could fill; see `arenas.py`. If `max_model_len` is
-    not given, too few blocks reduce the longest sequence.
-
-    Raises `InvalidEngineConfig` if the blocks cannot hold one sequence of the `max_model_len` that was given.
-    """
-    if config.num_gpu_blocks_override is not None:
-        given_blocks = config.num_gpu_blocks_override
-        arenas = arenas_of(caches, given_blocks, max_num_seqs, context_len)
-        setting, given = "num_gpu_blocks_override", f"{given_blocks} blocks"
-        enough = f"{least_blocks(caches, context_len)} blocks"
-    else:
-        asked = config.kv_cache_memory_bytes
-        budget = default_budget() if asked is None else KVBudget(asked, "kv_cache_memory_bytes")
-        arenas = divide_memory(caches, budget.num_bytes, max_num_seqs, context_len)
-        setting, given = budget.setting, f"{budget.num_bytes} bytes"
-        enough = f"{least_bytes(caches, context_len)} bytes"
-    fitting = longest_sequence(caches, arenas)
-    if fitting >= context_len:
-        return context_len, arenas
-    if config.max_model_len is not None or fitting == 0:
-        raise InvalidEngineConfig(
-            setting,
-            f"{given} hold {fitting} tokens, but a sequence may have {context_len}: "
-            f"give at least {enough} or lower max_model_len",
-        )
-    logger.warning(
-        "max_model_len is %d, not the checkpoint's %d: %s leaves %s for KV, but the full length needs %s",
-        fitting,
-        context_len,
-        setting,
-        given,
-        enough,
-    )
-    return fitting, arenas
 
 
 def allocate_arenas(

@@ -14,6 +14,7 @@ from ..hf_config.hub import Files, Progress, model_folder
 from ..hf_config.model_config import ModelConfig
 from ..models import load_config
 from .division import check_division
+from .kv_size import check_given_size
 
 
 def fetch_models(config: EngineConfig, progress: Progress | None = None) -> EngineConfig:
@@ -30,8 +31,7 @@ def fetch_models(config: EngineConfig, progress: Progress | None = None) -> Engi
     update: dict[str, object] = {
         "model": str(model),
         "tokenizer": tokenizer,
-        "revision": None,
-        "tokenizer_revision": None,
+        **dict.fromkeys(("revision", "tokenizer_revision", "download_dir")),
     }
     speculation = config.speculative_config
     if speculation is not None and speculation.model is not None:
@@ -64,8 +64,13 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
             f"is {speculation.num_speculative_tokens}, must be at most {num_layers}: each of the model's draft layers "
             "guesses one token",
         )
-    if speculation is None or speculation.model is None:
-        return model
+    if speculation is not None and speculation.model is not None:
+        model = _with_draft_model(model, config, speculation)
+    check_given_size(model, config)
+    return model
+
+
+def _with_draft_model(model: ModelConfig, config: EngineConfig, speculation: SpeculativeConfig) -> ModelConfig:
     try:
         draft_model = _read_draft_model(model, config, speculation)
         check_division(draft_model, config.model_copy(update={"enable_expert_parallel": False}))

@@ -50,7 +50,7 @@ def draft_model_bytes_of_rank(model: ModelConfig, config: EngineConfig, *, has_f
 
 def usable_gpu_bytes(config: EngineConfig, total_bytes: int) -> int:
     """Return how many of a GPU's bytes an engine may use: a share, where `gpu_memory_utilization` sizes the blocks."""
-    if config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None:
+    if config.kv_size_setting is None:
         return int(config.gpu_memory_utilization * total_bytes)
     return total_bytes
 

@@ -33,6 +33,12 @@ _ALONE = (
     "oneOf",
     "allOf",
 )  # xgrammar enforces the first of these keywords in a schema, and ignores the rest
+# Formats that xgrammar 0.2.9 enforces, in place of a pattern beside them. Others it ignores, as the standard allows.
+_FORMATS = (
+    *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
+    *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+)
+_NOT_EMPTY = ("type", "anyOf")  # lists that would allow nothing, and of which xgrammar makes something else
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMAS = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
@@ -102,9 +108,14 @@ def _check(schema: Any, place: str) -> None:
     for keyword in _NEVER_KEPT:
         if schema.get(keyword, False) is not False:
             raise GrammarRefused(f"{place}: {keyword!r} is not supported")
+    for keyword in _NOT_EMPTY:
+        if schema.get(keyword) == []:
+            raise GrammarRefused(f"{place}: {keyword!r} must not be empty")
     _check_alone(schema, place)
     _check_types(schema, place)
     _check_object(schema, place)
+    if "pattern" in schema and (named := schema.get("format")) in _FORMATS:
+        raise GrammarRefused(f"{place}: 'pattern' beside 'format': {named!r} is not supported")
     for pattern in (schema.get("pattern"), *_map(schema.get("patternProperties"))):
         _check_pattern(pattern, place)
     for key in _SCHEMAS:

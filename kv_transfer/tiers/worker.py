@@ -143,13 +143,13 @@ def take_disk_space(division: TierDivision, settings: TierSettings, owner: FileO
     """
     if not all(group.num_disk_slots for group in division.groups):
         return DiskSpace(())
-    files: list[DiskFiles] = []
+    folder, files = Path(settings.disk_path).expanduser(), list[DiskFiles]()
     with contextlib.ExitStack() as failing:
         for group in division.groups:
             file_set = files[0].file_set if files else owner.file_set
             own = msgspec.structs.replace(owner, file_set=file_set, fingerprint=group.fingerprint)
             try:
-                files.append(DiskFiles(Path(settings.disk_path) / group.name, group.arena, group.num_disk_slots, own))
+                files.append(DiskFiles(folder / group.name, group.arena, group.num_disk_slots, own))
             except DiskFull as error:
                 return DiskSpace((), str(error))
             failing.callback(files[-1].give_back)

@@ -73,10 +73,13 @@ def _token_keys(value: Any) -> Any:
         return value
     if len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"must have at most {MAX_LOGIT_BIAS} tokens")
+    keys: dict[int, str] = {}  # by token
     for key in value:
         if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
             raise ValueError(f"must have token ids as keys, not {excerpt(key)}")
-    return {int(key): bias for key, bias in value.items()}
+        if (first := keys.setdefault(int(key), key)) != key:
+            raise ValueError(f"must have each token once; {first!r} and {key!r} are both token {int(key)}")
+    return {token: value[key] for token, key in keys.items()}
 
 
 def _kept_tokens(value: int) -> int:

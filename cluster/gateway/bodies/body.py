@@ -149,9 +149,11 @@ async def read_body(request: Request, limit_bytes: int, held: Reservation) -> Bo
     """Read and return the whole body.
 
     Raises `ApiError`: 415 for a media type or encoding other than plain JSON; 413 for a declared size above the limit,
-    or as soon as a chunked body exceeds it; 400 for too many values; 503 if there is no memory left.
+    or above what `held` could ever hold, or as soon as a chunked body exceeds it; 400 for too many values; 503 if there
+    is no memory left.
     """
     _check_media(request.headers)
+    limit_bytes = min(limit_bytes, held.largest_body_bytes)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)

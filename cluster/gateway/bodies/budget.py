@@ -57,6 +57,11 @@ class Reservation:
         """Release all bytes."""
         self._set(0, 0)
 
+    @property
+    def largest_body_bytes(self) -> int:
+        """Return the size of the largest body for which there would be memory if no other request held any."""
+        return max(self._budget.limit_of_large_bytes, min(SMALL_BYTES, self._budget.limit_bytes))
+
     def hold_body(self, num_bytes: int) -> None:
         """Hold the bytes of the body that have arrived so far. Raises `ApiError` (503) if the budget is exhausted."""
         self._hold(num_bytes, num_bytes if num_bytes > SMALL_BYTES else 0)

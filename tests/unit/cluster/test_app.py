@@ -121,7 +121,7 @@ def test_an_autoscaled_fleet_has_its_bounds_and_no_delays_in_serve(deployed: Any
 
 # Another value of each setting of gateways.
 OTHER: dict[str, Any] = {
-    **{"api_keys": ["other"], "allowed_origins": ["other"]},
+    **{"api_keys": ["other"], "allowed_origins": ["https://other.example"]},
     **dict.fromkeys(("api_keys_file", "host"), "other"),
     **{
         "min_priority": -3,

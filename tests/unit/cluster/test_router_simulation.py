@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -261,6 +262,12 @@ def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
         (UNIFIED, ["exact-pools"], "'exact-pools' is not a policy; choose from .*; with tiers exact-pools"),
         (TIERED, ["guess"], "'guess' is not a policy; choose from .*, exact, exact-pools$"),
         (SimulatedFleets(num_unified=1, num_blocks=4), [], "do not fit into 4 blocks"),
+        (
+            dataclasses.replace(UNIFIED, slow=SlowSpell(2.0, 10.0, 5.0)),
+            [],
+            "from 10 to 5 s, which never comes: give a later end",
+        ),
+        (dataclasses.replace(UNIFIED, slow=SlowSpell(begins_s=10.0)), [], "changes nothing: give by how much"),
     ],
 )
 def test_impossible_replays_are_refused(fleets: SimulatedFleets, policies: list[str], message: str) -> None:

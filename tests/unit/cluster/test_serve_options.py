@@ -15,6 +15,7 @@ from baton.cluster.cli.cli_common import engine_args_from, in_a_folder
 from baton.cluster.cli.main import app
 from baton.cluster.cli.options import ServeOptions
 from baton.cluster.cli.serve import application_spec, commands_for
+from baton.cluster.spec import InvalidSpec, specs_in_file
 
 MODEL = str(Path(__file__).parents[3] / "configs/demo/model")
 
@@ -48,6 +49,18 @@ def test_a_gpu_beside_many_cores_is_served_by_two_gateways(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     _, spec = application_spec(ServeOptions(model=MODEL, **options), engine)
     assert spec.gateway.replicas == expected
+
+
+def test_a_folder_for_downloads_beside_a_model_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "application.yaml"
+    file.write_text("model: org/name\nrevision: main\ndownload_dir: /data\nfleets: {unified: {}}\n")
+    _, spec = application_spec(ServeOptions(model=MODEL, config=file), {})
+    assert (spec.revision, spec.download_dir) == (None, None), "they belong to the file's model"
+    assert specs_in_file(file, model=MODEL)["baton"].download_dir is None
+    for options in (ServeOptions(model=MODEL, download_dir="/data"), ServeOptions(download_dir="/data", config=file)):
+        file.write_text(f"model: {MODEL}\nfleets: {{unified: {{}}}}\n")
+        with pytest.raises(InvalidSpec, match=f"^download_dir: is '/data', and '{MODEL}' is a folder, which is not"):
+            application_spec(options, {})
 
 
 def test_suggested_commands_have_the_key_option_if_a_key_is_required() -> None:

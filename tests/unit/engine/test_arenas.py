@@ -18,7 +18,7 @@ from baton.engine.startup.arenas import (
     longest_sequence,
     needs_of,
 )
-from baton.engine.startup.kv_cache import KVBudget, size_kv_cache
+from baton.engine.startup.kv_size import KVBudget, size_kv_cache
 
 FULL = LayerCache(kind=CacheKind.FULL, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 WINDOW = msgspec.structs.replace(FULL, kind=CacheKind.WINDOW, window=128)

@@ -30,6 +30,19 @@ def test_latency_reports_every_iteration(checkpoint: Path) -> None:
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
+def test_requests_that_would_be_cut_off_are_not_measured(checkpoint: Path) -> None:
+    """The figures would count tokens that were never generated."""
+    args = {**ARGS, "max_model_len": 64}
+    too_long = [bench.RandomBatch(2, 33, 32)]
+    message = "prompts of 33 tokens with answers of 32 are longer than max_model_len, 64"
+    with pytest.raises(ValueError, match=message):
+        bench.throughput(str(checkpoint), *too_long, engine_args=args)
+    with pytest.raises(ValueError, match=message):
+        bench.latency(str(checkpoint), *too_long, engine_args=args)
+    with pytest.raises(ValueError, match=message):
+        bench_drafts.drafts(str(checkpoint), too_long, num_drafts=3, acceptance=0.5, engine_args=args)
+
+
 @pytest.mark.slow
 def test_startup_runs_in_processes_of_its_own(checkpoint: Path) -> None:
     result = bench.startup(str(checkpoint), num_iters_cold=0, num_iters_warm=1, engine_args=ARGS)
@@ -38,6 +51,11 @@ def test_startup_runs_in_processes_of_its_own(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
+def test_no_start_at_all_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="num_iters_cold and num_iters_warm are both 0"):
+        bench.startup(str(checkpoint), num_iters_cold=0, num_iters_warm=0)
+
+
 def test_a_start_is_refused_as_in_this_process(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^'.*' has no config\.json"):
         bench.startup(str(tmp_path), num_iters_cold=0, num_iters_warm=1)

@@ -49,6 +49,11 @@ def test_defaults_need_no_more_than_a_model() -> None:
         ({"seed": -1}, "seed", "is -1, must be at least 0"),
         ({"seed": 2**63}, "seed", "must be below 9223372036854775808"),
         ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override", "at least 1"),
+        (
+            {"download_dir": "/data", "speculative_config": {"model": "./drafter", "num_speculative_tokens": 2}},
+            "download_dir",
+            "is '/data', and 'folder' is a folder, which is not downloaded: leave it out",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name_with_the_reason(
@@ -57,6 +62,18 @@ def test_what_cannot_be_served_is_refused_by_name_with_the_reason(
     with pytest.raises(InvalidEngineConfig, match=message) as caught:
         config(**args)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"model": "org/name"},
+        {"tokenizer": "org/name"},
+        {"speculative_config": {"model": "org/name", "num_speculative_tokens": 2}},
+    ],
+)
+def test_a_folder_for_downloads_is_taken_if_something_may_be_downloaded(args: dict[str, Any]) -> None:
+    assert config(download_dir="/data", **args).download_dir == "/data"
 
 
 def test_none_is_as_if_left_out() -> None:

@@ -52,6 +52,23 @@ def test_an_argument_without_effect_is_said_to_be_ignored(build: Any, caplog: py
     assert "ignored" not in caplog.text
     build(num_gpu_blocks_override=4, gpu_memory_utilization=0.5)
     assert "gpu_memory_utilization is ignored: a CPU engine" in caplog.text
+    build(num_gpu_blocks_override=4, kv_cache_memory_bytes=50 * BLOCK_BYTES)
+    assert "kv_cache_memory_bytes is ignored: num_gpu_blocks_override" in caplog.text
+
+
+@pytest.mark.parametrize("setting", ["kv_cache_memory_bytes", "num_gpu_blocks_override"])
+def test_a_share_of_a_gpu_is_ignored_beside_a_size(setting: str) -> None:
+    config = EngineConfig(model="folder", gpu_memory_utilization=0.5)
+    assert config.ignored_on("cuda") == {}
+    sized = config.model_copy(update={setting: 10**9})
+    assert sized.ignored_on("cuda") == {"gpu_memory_utilization": f"the KV cache is sized by {setting}"}
+
+
+@pytest.mark.parametrize("args", [{"num_gpu_blocks_override": 10**30}, {"kv_cache_memory_bytes": 10**18}])
+def test_blocks_for_which_there_is_no_memory_are_refused_by_name(build: Any, args: dict[str, int]) -> None:
+    with pytest.raises(InvalidEngineConfig, match=r"its KV blocks take .* GB are left for them: give less") as caught:
+        build(max_num_seqs=10**6, max_num_batched_tokens=10**6, **args)
+    assert [caught.value.field] == [*args]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -146,7 +163,7 @@ def test_free_memory_is_the_smaller_of_the_machines_and_the_control_groups() -> 
 
 @pytest.mark.parametrize(
     ("args", "wrong"),
-    [({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override"), ({"device": "cuda"}, "device: is 'cuda'")],
+    [({}, "kv_cache_memory_bytes: 0 bytes hold"), ({"device": "cuda"}, "device: is 'cuda'")],
 )
 def test_processes_that_compile_are_gone_when_the_start_fails(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], wrong: str
@@ -160,6 +177,7 @@ def test_processes_that_compile_are_gone_when_the_start_fails(
     compiler = Compiler()
     monkeypatch.setattr("baton.engine.startup.build.start_compiler", lambda: compiler)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: 0)
     with pytest.raises(InvalidEngineConfig, match=wrong):
         build_engine(EngineConfig.from_args({"model": str(checkpoint), "max_model_len": 64, **args}))
     assert compiler.closed

@@ -84,6 +84,20 @@ async def test_ten_megabytes_within_the_default_limit_are_refused_by_field(
     await check_alive(service)
 
 
+@pytest.mark.parametrize(("memory_bytes", "limit_bytes"), [(400_000, 100_000), (100_000, 65_536), (50_000, 50_000)])
+async def test_a_body_that_no_free_memory_would_hold_is_refused_for_good(
+    start: Callable[..., Service], memory_bytes: int, limit_bytes: int
+) -> None:
+    """A 503 would make clients try again for ever."""
+    service = start(Role.UNIFIED, request_memory_bytes=memory_bytes)
+    body = b'{"model":"tiny","max_tokens":1,"prompt":"hello"}'
+    for size, status in ((limit_bytes, 200), (limit_bytes + 1, 413)):
+        answer = await service.http.post("/v1/completions", content=body.rjust(size))
+        assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["code"] == "body_too_large"
+    assert f"limit of {limit_bytes} bytes" in answer.json()["error"]["message"]
+
+
 async def test_a_body_over_the_limit_is_refused_unread(service: Service) -> None:
     pulled = 0
 

@@ -250,6 +250,10 @@ FEW_VALUES = [
     ({"service_tier": "flex"}, "'service_tier' must be 'auto' or 'default', not 'flex'."),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'. This server reads text only."),
     ({"logit_bias": {"5": 1000}}, "'logit_bias' must have a bias from -100 to 100, not 1000 for token 5."),
+    (
+        {"logit_bias": {"05": 1, "7": 0, "5": 2}},
+        "'logit_bias' must have each token once; '05' and '5' are both token 5.",
+    ),
     ({"messages": [{"role": "assistant", "refusal": "no"}]}, "must be null, not 'no'."),
     ({"response_format": {"type": "xml" * 100}}, "not '" + ("xml" * 100)[:100] + "...'."),
 ]

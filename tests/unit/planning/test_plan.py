@@ -92,7 +92,7 @@ DRAFT_TOO_LARGE = "speculative_config.model: the weights of qwen3-8b take 16.4 G
         ({"unified": {}}, {"num_gpu_blocks_override": 9}, Machines(8, 60 * GB), "a rank has 60.0 GB for them"),
         ({"unified": {}}, {}, Machines(8, 74 * GB), "gpu_memory_utilization: leaves no room for KV blocks"),
         ({"unified": {}}, {"speculative_config": DRAFTING}, ONE_NODE, DRAFT_TOO_LARGE),
-        ({"unified": {}}, {"kv_cache_memory_bytes": 10}, ONE_NODE, "kv_cache_memory_bytes: is too small"),
+        ({"unified": {}}, {"kv_cache_memory_bytes": 10}, ONE_NODE, "kv_cache_memory_bytes: 10 bytes hold 0"),
         ({"unified": {}}, {"kv_cache_memory_bytes": 10**9, "max_model_len": 20000}, ONE_NODE, "kv_cache_memory_bytes"),
         ({"unified": {}}, {"num_gpu_blocks_override": 100, "max_model_len": 2000}, ONE_NODE, "num_gpu_blocks_override"),
         ({"unified": {}}, {"max_model_len": 50000}, ONE_NODE, "50000"),

@@ -242,6 +242,37 @@ def test_without_weights_the_other_checks_still_run(folder: Path, monkeypatch: p
     assert "no *.safetensors files" in " ".join(served.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("{kv_cache_memory_bytes: 10}", "kv_cache_memory_bytes: 10 bytes hold 0 tokens"),
+        ("{kv_cache_memory_bytes: 500000, max_model_len: 256}", "kv_cache_memory_bytes: 500000 bytes hold 160"),
+        ("{num_gpu_blocks_override: 3, max_model_len: 256}", "num_gpu_blocks_override: 3 blocks hold 48 tokens"),
+    ],
+)
+def test_too_little_memory_for_a_sequence_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, said: str
+) -> None:
+    monkeypatch.setattr(serve, "run", lambda *_, **__: pytest.fail("the application must not start"))
+    (tmp_path / "model").symlink_to(DEMO)
+    file = application(tmp_path / "model", engine)
+    for words, code in ((("check", file), 1), (("serve", "--config", file), 2), (("plan", file), 1)):
+        done = baton(*words)
+        assert done.exit_code == code
+        assert f"unified: {said}" in done.output
+
+
+@pytest.mark.parametrize("name", ["model", "hybrid"])
+def test_a_tier_without_room_for_a_block_of_each_cache_group_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "application.yaml"
+    tiers = "{host_bytes: 10, disk_path: /kv, disk_bytes: 20}"
+    file.write_text(f"model: {DEMO.parent / name}\nfleets: {{unified: {{kv_tiers: {tiers}}}}}\n")
+    done = baton("check", file)
+    assert done.exit_code == 1
+    for setting in ("host_bytes is 10", "disk_bytes is 20"):
+        assert f"unified: kv_tiers.{setting}, which has no block for " in done.output
+
+
 @pytest.mark.parametrize("address", ["s3://bucket/model", "gs://bucket/a/model", "file:///models/qwen"])
 def test_an_address_of_an_object_store_is_refused_with_what_to_do(tmp_path: Path, address: str) -> None:
     file = tmp_path / "app.yaml"

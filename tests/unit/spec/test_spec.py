@@ -57,6 +57,44 @@ def test_vllm_arguments_without_effect_are_dropped(model: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        ("foo", "must be the origin of web pages as browsers send it, such as https://chat.example"),
+        ("", "such as https://chat.example"),
+        ("chat.example", "such as https://chat.example"),
+        ("localhost:3000", "such as https://chat.example or http://localhost:3000, or '*' for all"),
+        ("https://*.example", "such as https://chat.example"),
+        ("https://chat.example:port", "such as https://chat.example"),
+        ("https://chat.example/", "give 'https://chat.example'"),
+        ("https://chat.example/page?x#y", "give 'https://chat.example'"),
+        ("https://me@chat.example", "give 'https://chat.example'"),
+        ("HTTPS://Chat.Example", "give 'https://chat.example'"),
+        ("https://chat.example:443", "give 'https://chat.example'"),
+        ("http://[::1]:080/", "give 'http://[::1]'"),
+        ("https://b\u00fccher.example", "give 'https://xn--bcher-kva.example'"),
+    ],
+)
+def test_origins_that_no_browser_sends_are_refused(model: str, origin: str, said: str) -> None:
+    with pytest.raises(InvalidSpec, match=re.escape(f"gateway.allowed_origins.1: is {origin!r}, ")) as refusal:
+        load_spec(pair(model=model, gateway={"allowed_origins": ["*", origin]}))
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "fe80::1%eth0", "localhost", "node-3.rack_1.example", "gpu7"])
+def test_gateways_may_listen_on_addresses_and_names(model: str, host: str) -> None:
+    assert load_spec(pair(model=model, gateway={"host": host})).gateway.host == host
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "null", "https://chat.example", "http://localhost:3000", "http://[::1]:8080", "app://Reader"],
+)
+def test_origins_that_browsers_send_may_be_allowed(model: str, origin: str) -> None:
+    spec = load_spec(pair(model=model, gateway={"allowed_origins": [origin]}))
+    assert spec.gateway.allowed_origins == [origin]
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"fleets": {"prefill": {}}}, "prefill engines need decode engines"),
@@ -92,6 +130,31 @@ def test_vllm_arguments_without_effect_are_dropped(model: str) -> None:
             "nobody would be there for the first request",
         ),
         ({"gatway": {}}, "did you mean 'gateway'?"),
+        *[
+            ({"gateway": {"host": host}}, f"gateway.host: is {host!r}, must be an address or a name to listen on")
+            for host in (
+                "http://localhost",
+                "localhost:8000",
+                "[::1]",
+                " 127.0.0.1",
+                "my host",
+                "999.1.1.1",
+                "a..b",
+                "-a",
+            )
+        ],
+        ({"gateway": {"resources": {"GPU": 1}}}, "gateway.resources: has GPU: fleets reserve GPUs, with num_gpus"),
+        ({"fleets": {"unified": {"resources": {"CPU": 2}}}}, "fleets.unified.resources: has CPU: give num_cpus"),
+        ({"fleets": {"unified": {"resources": {"memory": 2}}}}, "resources: has memory: Ray reserves none for"),
+        ({"fleets": {"unified": {"resources": {"": 2}}}}, "resources: has a name that is empty"),
+        ({"fleets": {"unified": {"resources": {"a": 1e-5}}}}, "resources.a: is 1e-05, must be 0 or at least 0.0001"),
+        ({"fleets": {"unified": {"num_gpus": 1e-9}}}, "num_gpus: is 1e-09, must be 0 or at least 0.0001"),
+        ({"fleets": {"unified": {"num_gpus": 1.5}}}, "num_gpus: is 1.5, must be a whole number if it is above 1"),
+        ({"fleets": {"unified": {"step_timeout_s": 0.5}}}, "step_timeout_s: is 0.5, must be at least 1"),
+        ({"model_id": "a "}, "model_id: is 'a ', must be printable, without blanks at its ends"),
+        ({"model_id": "a\nb"}, "model_id: is 'a\\nb', must be printable"),
+        ({"revision": ""}, "revision: is '', must have at least 1 character"),
+        ({"download_dir": ""}, "download_dir: is '', must have at least 1 character"),
         ({"gateway": {"prot": 1}}, "did you mean 'port'?"),
         ({"gateway": {"port": 70000}}, "gateway.port"),
         ({"gateway": {"gateway_id": "me"}}, "every gateway draws its own"),

@@ -28,6 +28,8 @@ KEPT: dict[str, Any] = {
             r"^[^\"\\]+\u0041\x7e\d\.$": {"type": "string", "pattern": r"^\[[\\\s]*\]\u{1F600}[ -~]$"}
         },
     },
+    "a pattern beside an unknown format": {"type": "string", "format": "phone", "pattern": "^[0-9]+$"},
+    "a format of no string": {"type": "integer", "format": "date"},
     "inferred objects": {"properties": {"a": {}}, "required": ["a"]},
 }
 
@@ -42,6 +44,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a bound of another type": ({"type": "string", "minItems": 3}, "minItems"),
     "beside a reference": ({"$ref": "#", "minimum": 3, "type": "integer"}, "beside '\\$ref'"),
     "beside a union": ({"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, "beside 'anyOf'"),
+    "a union of nothing": ({"properties": {"a": {"anyOf": []}}}, "#/properties/a: 'anyOf' must not be empty"),
+    "no type": ({"type": []}, "#: 'type' must not be empty"),
+    "a pattern beside a format": (
+        {"type": "string", "format": "date", "pattern": "^2"},
+        "#: 'pattern' beside 'format': 'date' is not supported",
+    ),
     "two unions": ({"anyOf": [{}], "oneOf": [{}]}, "'oneOf' beside 'anyOf'"),
     "an enum of another type": ({"type": "string", "enum": ["a", 1]}, "1 is not of type 'string'"),
     "true is no number": ({"type": "integer", "const": True}, "True is not of type"),

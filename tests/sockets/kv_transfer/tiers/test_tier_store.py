@@ -150,6 +150,14 @@ class TestDisk:
         assert "written for other blocks (fingerprint is" in caplog.text
         assert (tmp_path / "blocks-0.kv").read_bytes() == before
 
+    def test_a_folder_may_be_in_the_home_of_the_engines_user(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        with tiers(Pool(), disk=4, folder=Path("~/kv")) as store:
+            save(store, Pool(), [1])
+        assert (tmp_path / "kv/blocks-0.kv").exists()
+
     def test_a_folder_that_cannot_be_used_is_refused_by_name(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with (
