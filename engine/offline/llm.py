@@ -46,8 +46,8 @@ from .arguments import (
     template_variables,
 )
 from .completion import Continuation, PromptsBar, RequestOutput, logprob_dict, prompts_bar
+from .data_parallel import OfflineCore
 from .local_members import LocalMembers
-from .spread import OfflineCore
 
 
 class GenerationFailed(RuntimeError):
@@ -89,7 +89,8 @@ class LLM:
             members = stack.enter_context(closing(LocalMembers(config))) if config.world_size > 1 else None
             self.engine: Engine = build_engine(config, member=ALONE_MEMBER if members is None else members.member)
             stack.callback(self.engine.close)
-            self._core: OfflineCore = self.engine.core if members is None else members.spread(self.engine.core)
+            core = self.engine.core
+            self._core: OfflineCore = core if members is None else members.core_of_all_ranks(core)
             self._end = weakref.finalize(self, stack.pop_all().close)
         self._ids = itertools.count()
         self._random = random.Random(config.seed)  # draws missing seeds, so that two runs of a script are equal

@@ -1,8 +1,8 @@
 """Data-parallel ranks without a server: one process takes the requests, and each rank serves a part of them.
 
-LLM ── SpreadCore ─┬─> EngineCore of data-parallel rank 0, in this process
-                   └──ROUTER──DEALER──> serve_requests: EngineCore of rank 1 ...          requests and aborts
-                    <─────────────────                                                    outputs
+LLM ── DataParallelCore ─┬─> EngineCore of data-parallel rank 0, in this process
+                         └──ROUTER──DEALER──> serve_requests: EngineCore of rank 1 ...          requests and aborts
+                          <─────────────────                                                    outputs
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class OfflineCore(Protocol):
     def step(self) -> list[EngineOutput]: ...
 
 
-class SpreadCore:
+class DataParallelCore:
     """Several data-parallel ranks behind the interface of one engine: a request goes to the least loaded rank."""
 
     def __init__(self, core: EngineCore, frontend: FrontendSockets, num_ranks: int, check: Callable[[], None]) -> None:
