@@ -368,8 +368,8 @@ def test_a_runner_is_gone_when_nobody_has_it(workshop: Workshop) -> None:
 def test_blocks_get_what_the_step_and_the_graphs_leave_of_the_share() -> None:
     gib = 1 << 30
     memory = StepMemory(step_bytes=10 * gib, captured_bytes=gib, num_captured=64)
-    budget = gpu_budget(memory.num_bytes, utilization=0.9, free=80 * gib, total=100 * gib)
-    assert budget.num_bytes == int(0.9 * 100 * gib) - 20 * gib - memory.num_bytes
+    budget = gpu_budget(memory.num_bytes, usable=90 * gib, free=80 * gib, total=100 * gib)
+    assert budget.num_bytes == 70 * gib - memory.num_bytes
     assert 11 * gib < memory.num_bytes < 12.5 * gib
-    assert gpu_budget(memory.num_bytes, utilization=0.2, free=80 * gib, total=100 * gib).num_bytes == 0
+    assert gpu_budget(memory.num_bytes, usable=20 * gib, free=80 * gib, total=100 * gib).num_bytes == 0
     assert budget.setting == "gpu_memory_utilization"
