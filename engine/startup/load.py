@@ -34,7 +34,6 @@ class LoadedMember:
     membership: RankGroup
     model_config: ModelConfig
     core_config: EngineCoreConfig
-    steps: StepSizes
     region: CacheRegion
     device_type: str
     make_runner: Callable[[], Runner]
@@ -81,7 +80,6 @@ def load_member(context: RankContext, membership: RankGroup, compiler: Compiler 
         membership=membership,
         model_config=context.model_config,
         core_config=_core_config(context, steps, max_model_len, sizes),
-        steps=steps,
         region=region_of(arenas, context.caches.layout, member.tp_rank, member.tensor_parallel_size),
         device_type=context.device.type,
         make_runner=make_runner,
