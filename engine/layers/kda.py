@@ -21,11 +21,11 @@ from baton.kernels.gated_delta import DeltaDrafts, Gate, gated_delta
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import Gating, gated_rms_norm
 
-from .attention import LayerContext
-from .base import Parameter, Share, rows_at
+from .base import Parameter, Share
 from .linear import Linear
 from .norm import RMSNorm
 from .recurrent import DeltaMixer, LayerStates, MergedConv
+from .step_context import LayerContext, rows_at
 
 
 class KimiDeltaAttention(DeltaMixer):

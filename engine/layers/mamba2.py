@@ -23,12 +23,13 @@ from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
 from baton.kernels.ssd import SSDDrafts, TimeSteps, ssd
 
-from .attention import LayerContext, TokenMixer
-from .base import Parameter, Share, rows_at
+from .base import Parameter, Share
 from .head_projection import shared_heads
 from .linear import Linear
 from .norm import RMSNorm
 from .recurrent import DepthwiseConv, LayerStates
+from .step_context import LayerContext, rows_at
+from .token_mixer import TokenMixer
 
 
 class Mamba2(TokenMixer):

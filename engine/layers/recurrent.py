@@ -11,9 +11,9 @@ from baton.engine.core.layout import DTYPE_BYTES, CachePlace, StateLayout
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.kernels.linear import RowNorm
 
-from .attention import TokenMixer
 from .base import Layer, Parameter, Share, Slot, join
 from .linear import MergedLinear
+from .token_mixer import TokenMixer
 
 
 class DeltaMixer(TokenMixer):

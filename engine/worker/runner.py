@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core.step import GroupStep, PendingStep, StepPlan, StepResult
-from ..layers.base import RankRows
+from ..layers.step_context import RankRows
 from .backends import Backend, CapturedSteps, DraftModel, Model, StepParts
 from .batch import Batch, CurrentBatch
 from .inputs import InputBuffers

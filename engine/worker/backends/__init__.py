@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from ...core.step import Chunk, StepSize
-from ...layers.attention import GroupCache, StateCache
-from ...layers.base import RankRows
 from ...layers.draft_head import DraftStates
+from ...layers.step_context import GroupCache, RankRows, StateCache
 from ..batch import Batch, CurrentBatch
 from ..inputs import InputBuffers
 from ..outputs import Event, StepOutputs

@@ -17,9 +17,8 @@ from baton.engine.core.layout import KVLayout
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.layers import mlp
-from baton.engine.layers.attention import GroupCache
-from baton.engine.layers.base import rows_at
 from baton.engine.layers.norm import ResidualStream, RMSNorm
+from baton.engine.layers.step_context import GroupCache, rows_at
 from baton.engine.worker.backends import CapturedSteps, cpu
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.runner import ModelRunner

@@ -21,7 +21,7 @@ from baton.engine.core.messages import EngineRequest
 from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import PADDING, Chunk, GroupStep, RowStart, StepPlan
-from baton.engine.layers.base import RankRows
+from baton.engine.layers.step_context import RankRows
 from baton.engine.models import load_config
 from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.worker.backends import cuda

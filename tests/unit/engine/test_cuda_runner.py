@@ -24,7 +24,7 @@ from baton.engine.core.layout import KVLayout
 from baton.engine.core.messages import EngineRequest, ErrorKind
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
-from baton.engine.layers.base import RankRows
+from baton.engine.layers.step_context import RankRows
 from baton.engine.models import load_config, load_model, stub_model
 from baton.engine.startup.kv_cache import gpu_budget
 from baton.engine.worker.backends.cpu import CpuBackend

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine import LLM, SamplingParams
-from baton.engine.layers.base import RankRows
+from baton.engine.layers.step_context import RankRows
 from baton.engine.models import load_config
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.backends.guesses import HeadGuesser
