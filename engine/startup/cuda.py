@@ -23,9 +23,10 @@ from ..models import stub_model
 from ..parallel import ParallelGroups
 from ..worker.backends import DraftModel, Model
 from ..worker.backends.cuda import CudaBackend
+from ..worker.backends.cuda_shapes import CudaShapes
 from ..worker.backends.cuda_stream import CudaStream
 from ..worker.runner import ModelRunner
-from ..worker.shapes import CudaShapes, StepLimits
+from ..worker.shapes import StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
 from .device import RankContext, load_models, step_limits, stub_draft_model
 from .kv_cache import allocate_arenas, gpu_budget, size_kv_cache

@@ -28,10 +28,12 @@ from baton.engine.layers.step_context import RankRows
 from baton.engine.models import load_config, load_model, stub_model
 from baton.engine.startup.kv_cache import gpu_budget
 from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.backends.cuda import CudaBackend, CudaStep
+from baton.engine.worker.backends.cuda_shapes import CudaShapes
 from baton.engine.worker.backends.staged_writes import StagedWrites
 from baton.engine.worker.runner import ModelRunner
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, StepShape
+from baton.engine.worker.shapes import StepLimits, StepShape
 from baton.engine.worker.tables import CacheArenas
 from baton.engine.worker.warmup import ProfileRun, StepMemory, eager_shapes, largest_step, padding_steps
 
