@@ -10,7 +10,6 @@ The two threads meet in two queues. Without work, both sleep in the kernel.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -26,6 +25,7 @@ import zmq
 from baton.cluster.wire import ClientMessage, Codec, EngineMessage, RequestName, Submit, WireError
 from baton.engine.net.curve import ClusterKey
 from baton.engine.net.sockets import bind_to_free_port, enable_heartbeat
+from baton.engine.net.wakeup import WakeupSocket
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +104,7 @@ class EngineSocket:
         except zmq.ZMQError:
             self._context.destroy(linger=0)  # collecting a context with an open socket would block for ever
             raise
-        self._wakeup_in, self._wakeup_out = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        self._wakeup_in.bind("inproc://wakeup")
-        self._wakeup_out.connect("inproc://wakeup")
+        self._wakeup = WakeupSocket(self._context)
 
     def _configure(self, key: ClusterKey, heartbeat_timeout_s: float) -> None:
         key.secure_server(self._socket)
@@ -170,8 +168,7 @@ class EngineSocket:
 
     def wake_io(self) -> None:
         """Wake the I/O thread."""
-        with contextlib.suppress(zmq.Again):  # a thousand wake-ups are already queued
-            self._wakeup_out.send(b"", flags=zmq.NOBLOCK)
+        self._wakeup.wake()
 
     def rest(self, most_s: float) -> None:
         """Pause between two turns of the step loop, until something happens, for `most_s` at most."""
@@ -186,21 +183,16 @@ class EngineSocket:
         codec = Codec()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wakeup_in, zmq.POLLIN)
+        poller.register(self._wakeup.socket, zmq.POLLIN)
         while not closing.is_set():
             ready = dict(poller.poll(timeout=0 if self._to_send else int(IDLE_POLL_S * 1000)))
             # Sending comes first. Wake-ups can be drained later: poll does not wait while something is queued.
             self._send_queued(codec)
-            if self._wakeup_in in ready:
-                self._drain_wakeups()
+            if self._wakeup.socket in ready:
+                self._wakeup.drain()
             if self._socket in ready:
                 self._receive(codec)
         self._send_queued(codec)
-
-    def _drain_wakeups(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._wakeup_in.recv(zmq.NOBLOCK)
 
     def _receive(self, codec: Codec) -> None:
         for _ in range(MAX_RECEIVED_AT_ONCE):

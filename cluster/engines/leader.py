@@ -84,12 +84,12 @@ class LeadingRank:
             address=self.server.address,
             kv_address="" if kv.connector is None else kv.connector.address,
             metrics_address=self._exporter.address,
-            fingerprint=engine.caches.fingerprint,
+            fingerprint=engine.region.caches.fingerprint,
             model_id=launch.spec.served_model_id,
-            max_model_len=engine.max_model_len,
-            max_num_seqs=engine.steps.max_num_seqs,
-            max_num_batched_tokens=engine.steps.max_num_batched_tokens,
-            num_blocks=engine.num_blocks,
+            max_model_len=engine.core.config.max_model_len,
+            max_num_seqs=engine.core.config.max_num_seqs,
+            max_num_batched_tokens=engine.core.config.max_num_batched_tokens,
+            num_blocks=engine.core.config.num_blocks,
             num_tier_blocks=0 if kv.tiers is None else kv.tiers.num_slots,
         )
 

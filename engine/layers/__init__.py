@@ -7,6 +7,7 @@
     attention    `attention` with `head_projection` (keys and values), `mla` (latents), `rotary`
     states       `delta_net`, `kda`, `mamba2`
     MLPs         `mlp`, `moe` with `experts`
+    a step       `step_context`: what all of them read of it; `token_mixer`: attention and states to a decoder layer
     the rest     `norm` with the residual stream, `embedding`, `decoder` with `decoder_layer`
 
 Importing this package does not import torch: a block's module is imported when the block is first named. So model files
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from baton.kernels.linear import Activation
 
-    from .attention import Attention, TokenMixer
+    from .attention import Attention
     from .decoder import LayerInput
     from .decoder_layer import Branch, LayerStep
     from .delta_net import GatedDeltaNet
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .mlp import MLP, FeedForward, GatedMLP
     from .moe import MoE
     from .norm import RMSNorm
+    from .token_mixer import TokenMixer
 
 __all__ = [
     "MLP",
@@ -68,7 +70,7 @@ _MODULES = {
     "MoE": "moe",
     "NormedRouter": "experts",
     "RMSNorm": "norm",
-    "TokenMixer": "attention",
+    "TokenMixer": "token_mixer",
 }
 
 

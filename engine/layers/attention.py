@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import abc
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from baton.engine.core.layout import CachePlace
 from baton.engine.hf_config.attention import QKNorm, Sinks
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.groups import ALONE, Group, ParallelGroups
@@ -17,96 +13,14 @@ from baton.kernels.attention import AttentionBatch, AttentionRule, paged_attenti
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import rms_norm
 from baton.kernels.rope_kv import rope_and_cache
-from baton.kernels.state_batch import StateBatch
 
-from .base import Layer, Parameter, Share, rows_at
+from .base import Parameter, Share
 from .fp8 import ScalarScale
 from .head_projection import HeadProjection, shared_heads
 from .linear import Linear
 from .norm import RMSNorm, norms_over_ranks
-
-
-@dataclass(frozen=True)
-class GroupCache:
-    """One cache group in a step: its KV cache, and the step's batch with this group's block tables."""
-
-    batch: AttentionBatch
-    kv: Tensor  # [num_blocks, num_kv_heads, layers of the group, planes, block_size, width], see `core.layout`
-
-
-@dataclass(frozen=True)
-class StateCache:
-    """One cache group of recurrent layers in a step: its slots, and the batch that maps sequences to slots."""
-
-    batch: StateBatch
-    slots: Tensor  # bytes [num_slots, slot_bytes], see `core.layout.StateLayout`
-    # Bytes [places, place_bytes], see `ModelConfig.draft_inputs`; None: decodes have no drafts.
-    draft_inputs: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LayerContext:
-    """A step's inputs that every layer reads, apart from the hidden states."""
-
-    caches: tuple[GroupCache | StateCache, ...]  # one for each cache group
-    # For each of `ModelConfig.rotations`, cosines and sines of all positions: see `layers.rotary.cos_sin_table`.
-    cos_sin: tuple[Tensor, ...]
-    query_factors: Tensor | None = None  # [T, 1, 1], of queries: see `hf_config.rope.QueryGrowth`; None: all are 1
-    rows_of_ranks: tuple[int, ...] | None = None  # see `TokenRows.of_ranks`
-    layer_inputs: Tensor | None = None  # see `TokenRows.layer_inputs`
-
-    @property
-    def slots(self) -> Tensor:
-        """The slot of each token's keys and values in the first group, int64 [T]; -1 marks padding."""
-        return self.kv_at(CachePlace(0, 0)).batch.slots
-
-    def kv_at(self, place: CachePlace) -> GroupCache:
-        cache = self.caches[place.group]
-        assert isinstance(cache, GroupCache), "this group keeps states"
-        return cache
-
-    def states_at(self, place: CachePlace) -> StateCache:
-        cache = self.caches[place.group]
-        assert isinstance(cache, StateCache), "this group keeps keys and values"
-        return cache
-
-
-class TokenMixer(Layer, abc.ABC):
-    """The part of a decoder layer that mixes the tokens of a sequence."""
-
-    window: int | None = None  # number of keys that a query sees, its own included; None: all up to its own
-    rotary_dim: int = 0  # the number of dimensions of a head that are rotated
-    place: CachePlace  # the layer's cache: the cache group, and the layer's index in it
-
-    @abc.abstractmethod
-    def __call__(
-        self,
-        hidden: Tensor,
-        context: LayerContext,
-        wanted: Tensor | None = None,
-        *,
-        norm: RowNorm | None = None,
-        add_to: Tensor | None = None,
-    ) -> Tensor:
-        """Return the output [T, hidden_size] for hidden [T, hidden_size], or [R, hidden_size] for the `wanted` tokens.
-
-        `hidden` goes through `norm` first, if given. With `add_to`, the sum of `add_to` and the output is returned; the
-        addition is in place unless the layer is divided over ranks. The keys, values or states of all T tokens are
-        written to the layer's cache, whatever `wanted` is.
-        """
-        ...
-
-
-class SelfAttention(TokenMixer):
-    """A mixer with a cache entry for each token: keys and values, or a latent."""
-
-    num_heads: int  # query heads on this rank
-    num_kv_heads: int  # KV heads in this rank's cache
-
-    @abc.abstractmethod
-    def prepare(self, cache: GroupCache) -> AttentionBatch:
-        """Return the batch with the kernels' plan for this step. All layers of the cache group share it."""
-        ...
+from .step_context import GroupCache, LayerContext, rows_at
+from .token_mixer import SelfAttention
 
 
 class Attention(SelfAttention):

@@ -7,7 +7,7 @@ made of several checkpoint tensors (q, k and v in one matrix) has a slot for eac
 
 A model is first constructed whole, without knowledge of ranks. Then `divide` reduces each layer to one rank's part,
 before memory is allocated: parameters shrink, and each slot takes only a share of its checkpoint tensor. Feed-forward
-layers also get `TokenRows`, since experts may compute the tokens of other data-parallel ranks.
+layers also get `TokenRows` (`layers.step_context`), since experts may compute the tokens of other data-parallel ranks.
 
 Layers are plain objects, not `nn.Module`s: inference needs neither autograd nor hooks, and a step makes hundreds of
 calls. Importing this module does not import torch, because model files import it where only configs are read.
@@ -333,30 +333,3 @@ class StackSlot(Slot):
 
     def _place_item(self, target: Tensor, item: Tensor) -> None:
         target.copy_(item)
-
-
-@dataclass(frozen=True)
-class RankRows:
-    """The number of rows of each data-parallel rank in a lockstep step, in rank order."""
-
-    tokens: tuple[int, ...]
-    wanted: tuple[int, ...]  # after the attention of the last layer
-    seqs: tuple[int, ...]  # after the attention of a draft layer, and in each further draft step
-
-
-@dataclass(frozen=True)
-class TokenRows:
-    """The rows of hidden states [T, hidden_size] that go through a feed-forward layer."""
-
-    slots: Tensor  # int64 [T]: where each token's KV went; -1 marks padding
-    of_ranks: tuple[int, ...] | None = None  # row counts of all data-parallel ranks; None: T on each
-    layer_inputs: Tensor | None = None  # [T, layers * width]: see `layers.decoder`
-
-
-def rows_at(x: Tensor, wanted: Tensor) -> Tensor:
-    """Return x[wanted] for x [T] or [T, N] and indices [R] int64. CPU graphs can record it."""
-    if not x.is_cpu:
-        return x[wanted]
-    from baton.kernels.embedding import embedding
-
-    return embedding(wanted, x) if x.dim() == 2 else embedding(wanted, x.unsqueeze(1)).squeeze(1)

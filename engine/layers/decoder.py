@@ -22,8 +22,7 @@ from baton.kernels import elementwise
 from baton.kernels.activation import soft_cap
 from baton.kernels.linear import RowNorm
 
-from .attention import GroupCache, LayerContext, SelfAttention, StateCache, TokenMixer
-from .base import Layer, RankRows, TokenRows
+from .base import Layer
 from .decoder_layer import DecoderLayer, LayerStep
 from .draft_head import DraftHead, DraftStates
 from .embedding import Embedding, Head, TiedHead
@@ -31,6 +30,8 @@ from .linear import Linear
 from .mlp import FeedForward
 from .norm import ResidualStream, RMSNorm
 from .rotary import cos_sin_table, query_factors
+from .step_context import GroupCache, LayerContext, RankRows, StateCache, TokenRows
+from .token_mixer import SelfAttention, TokenMixer
 
 
 class Decoder(Layer):

@@ -9,14 +9,16 @@ import abc
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .base import Layer, TokenRows, rows_at
+from .base import Layer
+from .step_context import TokenRows, rows_at
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .attention import LayerContext, TokenMixer
     from .mlp import FeedForward
     from .norm import ResidualStream, RMSNorm
+    from .step_context import LayerContext
+    from .token_mixer import TokenMixer
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.groups import ParallelGroups
-from baton.kernels.causal_conv import causal_conv
-from baton.kernels.gated_delta import DeltaDrafts, Gate, gated_delta
+from baton.kernels.gated_delta import Gate
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
 
-from .attention import LayerContext
-from .base import Layer, Parameter, Share, rows_at
+from .base import Layer, Parameter, Share
 from .linear import Linear
 from .norm import RMSNorm
 from .recurrent import DeltaMixer, DepthwiseConv, LayerStates, MergedConv
+from .step_context import LayerContext, rows_at
 
 
 class GatedDeltaNet(DeltaMixer):
@@ -105,20 +104,8 @@ class GatedDeltaNet(DeltaMixer):
         shape, cache = self.shape, context.states_at(self.place)
         wide, gates = (shape.conv_channels, shape.value_width), (shape.num_value_heads,) * 2
         qkv, z, b, a = self._project(hidden, norm, wide, gates)
-        tail, state = self._states.slots(cache.slots)
-        kept = self._states.draft_inputs(cache.draft_inputs)
-        qkv = causal_conv(qkv, self.conv1d.filters, tail, cache.batch, drafts=kept[0] if kept else None)
-        q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
-        out = gated_delta(
-            q.unflatten(1, (-1, shape.key_dim)),
-            k.unflatten(1, (-1, shape.key_dim)),
-            v.unflatten(1, (-1, shape.value_dim)),
-            Gate(a, b, self.A_log.data, self.dt_bias.data, shape.beta_scale),
-            state,
-            cache.batch,
-            scale=shape.key_dim**-0.5,
-            drafts=DeltaDrafts(*kept[1:]) if kept else None,
-        )
+        gate = Gate(a, b, self.A_log.data, self.dt_bias.data, shape.beta_scale)
+        out = self._mix(qkv, self.conv1d, gate, cache)
         gated = gated_rms_norm(
             out, self.norm.weight.data, z.unflatten(1, (-1, shape.value_dim)), self.norm.eps
         ).flatten(1)

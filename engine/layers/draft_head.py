@@ -21,11 +21,11 @@ from torch import Tensor
 
 from baton.engine.hf_config.model_config import DraftRules, ModelConfig
 
-from .attention import LayerContext
 from .base import Layer
 from .decoder_layer import DecoderLayer, LayerStep
 from .linear import Linear
 from .norm import ResidualStream, RMSNorm
+from .step_context import LayerContext
 
 
 class DraftStates(NamedTuple):

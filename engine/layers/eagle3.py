@@ -17,14 +17,15 @@ from torch import Tensor
 
 from baton.engine.hf_config.model_config import Eagle3Shape, ModelConfig
 
-from .attention import Attention, GroupCache, LayerContext, StateCache
-from .base import Layer, Parameter, RankRows, Slot, TokenRows, join, rows_at
+from .attention import Attention
+from .base import Layer, Parameter, Slot, join
 from .draft_head import DraftStates
 from .embedding import Embedding, Head
 from .linear import Linear
 from .mlp import GatedMLP
 from .norm import RMSNorm
 from .rotary import cos_sin_table
+from .step_context import GroupCache, LayerContext, RankRows, StateCache, TokenRows, rows_at
 
 
 class Eagle3Layer(Layer):

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.parallel.groups import ParallelGroups
-from baton.kernels.causal_conv import causal_conv
-from baton.kernels.gated_delta import DeltaDrafts, Gate, gated_delta
+from baton.kernels.gated_delta import Gate
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import Gating, gated_rms_norm
 
-from .attention import LayerContext
-from .base import Parameter, Share, rows_at
+from .base import Parameter, Share
 from .linear import Linear
 from .norm import RMSNorm
 from .recurrent import DeltaMixer, LayerStates, MergedConv
+from .step_context import LayerContext, rows_at
 
 
 class KimiDeltaAttention(DeltaMixer):
@@ -40,7 +39,7 @@ class KimiDeltaAttention(DeltaMixer):
         shape = config.linear
         assert shape is not None, "a config of this family has linear attention"
         assert shape.gate_rank is not None, "its gates are of a low rank"
-        self.shape = shape  # this rank's, after `divide`
+        self.shape = shape
         heads, keys, values, rank = shape.num_value_heads, shape.key_width, shape.value_width, shape.gate_rank
         qkv = {"q_proj": keys, "k_proj": keys, "v_proj": values}
         gates = {"f_a_proj": rank, "g_a_proj": rank, "b_proj": heads}
@@ -84,26 +83,11 @@ class KimiDeltaAttention(DeltaMixer):
         shape, cache = self.shape, context.states_at(self.place)
         small = (self._rank, self._rank, shape.num_value_heads)
         qkv, decays, gates, beta = self._project(hidden, norm, (shape.conv_channels,), small)
-        tail, state = self._states.slots(cache.slots)
-        kept = self._states.draft_inputs(cache.draft_inputs)
-        qkv = causal_conv(qkv, self.conv.filters, tail, cache.batch, drafts=kept[0] if kept else None)
-        q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
         per_dim = (shape.num_key_heads, shape.key_dim)
-        out = gated_delta(
-            q.unflatten(1, per_dim),
-            k.unflatten(1, per_dim),
-            v.unflatten(1, (-1, shape.value_dim)),
-            Gate(
-                self.f_b_proj(decays).unflatten(1, per_dim),
-                beta,
-                self.A_log.data.flatten(),
-                self.dt_bias.data.view(per_dim),
-            ),
-            state,
-            cache.batch,
-            scale=shape.key_dim**-0.5,
-            drafts=DeltaDrafts(*kept[1:]) if kept else None,
-        )
-        gate = self.g_b_proj(gates).unflatten(1, (-1, shape.value_dim))
-        gated = gated_rms_norm(out, self.o_norm.weight.data, gate, self.o_norm.eps, gating=Gating.SIGMOID).flatten(1)
+        decay = self.f_b_proj(decays).unflatten(1, per_dim)
+        gate = Gate(decay, beta, self.A_log.data.flatten(), self.dt_bias.data.view(per_dim))
+        out = self._mix(qkv, self.conv, gate, cache)
+        out_gate = self.g_b_proj(gates).unflatten(1, (-1, shape.value_dim))
+        gated = gated_rms_norm(out, self.o_norm.weight.data, out_gate, self.o_norm.eps, gating=Gating.SIGMOID)
+        gated = gated.flatten(1)
         return self.o_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)

@@ -23,12 +23,13 @@ from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import gated_rms_norm
 from baton.kernels.ssd import SSDDrafts, TimeSteps, ssd
 
-from .attention import LayerContext, TokenMixer
-from .base import Parameter, Share, rows_at
+from .base import Parameter, Share
 from .head_projection import shared_heads
 from .linear import Linear
 from .norm import RMSNorm
 from .recurrent import DepthwiseConv, LayerStates
+from .step_context import LayerContext, rows_at
+from .token_mixer import TokenMixer
 
 
 class Mamba2(TokenMixer):
@@ -88,10 +89,11 @@ class Mamba2(TokenMixer):
         shape, cache = self.shape, context.states_at(self.place)
         projected = self.in_proj(hidden, norm=norm)
         z, xbc, dt = projected.split([shape.width, shape.conv_channels, shape.num_heads], dim=1)
-        tail, state = self._states.slots(cache.slots)
-        kept = self._states.draft_inputs(cache.draft_inputs)
+        views = self._states.of(cache)
         xbc = causal_conv(
-            xbc, self.conv1d.filters, tail, cache.batch, bias=self.conv1d.shift, drafts=kept[0] if kept else None
+            *(xbc, self.conv1d.filters, views.conv_inputs, cache.batch),
+            bias=self.conv1d.shift,
+            drafts=views.conv_drafts,
         )
         x, b, c = xbc.split([shape.width, shape.group_width, shape.group_width], dim=1)
         out = ssd(
@@ -99,10 +101,10 @@ class Mamba2(TokenMixer):
             b.unflatten(1, (-1, shape.state_dim)),
             c.unflatten(1, (-1, shape.state_dim)),
             TimeSteps(dt, self.A_log.data, self.dt_bias.data, shape.time_step_limits),
-            state,
+            views.state,
             cache.batch,
             skip=self.D.data,
-            drafts=SSDDrafts(*kept[1:]) if kept else None,
+            drafts=SSDDrafts(*views.drafts) if views.drafts else None,
         )
         gated = self._gated(out.flatten(1), z)
         return self.out_proj(gated if wanted is None else rows_at(gated, wanted), add_to=add_to)

@@ -19,10 +19,11 @@ from baton.kernels.attention import AttentionBatch
 from baton.kernels.linear import RowNorm
 from baton.kernels.mla import UpProjection, latent_and_cache, mla_attention, prepare
 
-from .attention import GroupCache, LayerContext, SelfAttention
-from .base import Layer, Parameter, Share, rows_at
+from .base import Layer, Parameter, Share
 from .linear import Linear, MergedLinear
 from .norm import RMSNorm
+from .step_context import GroupCache, LayerContext, rows_at
+from .token_mixer import SelfAttention
 
 LATENT_NORM_EPS = 1e-6  # not the config's epsilon, which is for the other norms
 

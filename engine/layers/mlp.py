@@ -12,8 +12,9 @@ from torch import Tensor
 from baton.engine.parallel.groups import Group, ParallelGroups
 from baton.kernels.linear import Activation, Pointwise, RowNorm
 
-from .base import Layer, Share, TokenRows
+from .base import Layer, Share
 from .linear import Linear, MergedLinear
+from .step_context import TokenRows
 
 CPU_SLICE = 512  # tokens per pass: their intermediate activations stay in the last-level cache between both products
 

@@ -16,10 +16,11 @@ from baton.kernels.expert_map import ExpertMap
 from baton.kernels.linear import RowNorm
 from baton.kernels.p2p import RoutedTokens
 
-from .base import Layer, Share, TokenRows
+from .base import Layer, Share
 from .experts import ExpertRouter, Experts
 from .linear import Linear
 from .mlp import MLP, FeedForward, GatedMLP
+from .step_context import TokenRows
 
 
 class MoE(FeedForward):

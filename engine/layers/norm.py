@@ -11,7 +11,8 @@ from baton.engine.parallel.groups import Group
 from baton.kernels.linear import RowNorm
 from baton.kernels.rms_norm import rms_norm
 
-from .base import Layer, Parameter, Share, Slot, rows_at
+from .base import Layer, Parameter, Share, Slot
+from .step_context import rows_at
 
 
 class RMSNorm(Layer):

@@ -1,19 +1,24 @@
-"""Parts of layers with recurrent states: projections, the convolution, and views of the states in cache slots."""
+"""Parts of layers with recurrent states: projections, the convolution, and the states in cache slots."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from baton.engine.core.layout import DTYPE_BYTES, CachePlace, StateLayout
+from baton.engine.hf_config.attention import LinearAttentionShape
 from baton.engine.hf_config.model_config import ModelConfig
+from baton.kernels.causal_conv import causal_conv
+from baton.kernels.gated_delta import DeltaDrafts, Gate, gated_delta
 from baton.kernels.linear import RowNorm
 
-from .attention import TokenMixer
 from .base import Layer, Parameter, Share, Slot, join
 from .linear import MergedLinear
+from .step_context import StateCache
+from .token_mixer import TokenMixer
 
 
 class DeltaMixer(TokenMixer):
@@ -23,8 +28,10 @@ class DeltaMixer(TokenMixer):
     own, `gate_proj`, because they are not quantized, or their rows end within a block of scales.
     """
 
+    shape: LinearAttentionShape  # this rank's, after `divide`
     in_proj: MergedLinear
     gate_proj: MergedLinear | None
+    _states: LayerStates
 
     def _make_projections(self, config: ModelConfig, wide: Mapping[str, int], gates: Mapping[str, int]) -> None:
         """Make the undivided matrices. `wide` and `gates` map names in the checkpoint to output sizes."""
@@ -46,6 +53,22 @@ class DeltaMixer(TokenMixer):
             return list(self.in_proj(hidden, norm=norm).split([*wide, *gates], dim=1))
         projections = ((self.in_proj, wide), (self.gate_proj, gates))
         return [part for layer, sizes in projections for part in layer(hidden, norm=norm).split(sizes, dim=1)]
+
+    def _mix(self, qkv: Tensor, conv: DepthwiseConv, gate: Gate, cache: StateCache) -> Tensor:
+        """Return the delta rule [T, value heads, value_dim] over q, k and v [T, channels], convolved first."""
+        shape, views = self.shape, self._states.of(cache)
+        qkv = causal_conv(qkv, conv.filters, views.conv_inputs, cache.batch, drafts=views.conv_drafts)
+        q, k, v = qkv.split([shape.key_width, shape.key_width, shape.value_width], dim=1)
+        return gated_delta(
+            q.unflatten(1, (-1, shape.key_dim)),
+            k.unflatten(1, (-1, shape.key_dim)),
+            v.unflatten(1, (-1, shape.value_dim)),
+            gate,
+            views.state,
+            cache.batch,
+            scale=shape.key_dim**-0.5,
+            drafts=DeltaDrafts(*views.drafts) if views.drafts else None,
+        )
 
 
 class DepthwiseConv(Layer):
@@ -92,8 +115,17 @@ class MergedConv(DepthwiseConv):
             start += channels.size
 
 
+class StateViews(NamedTuple):
+    """Views of one layer's states in all slots, and of its inputs that are kept for draft tokens."""
+
+    conv_inputs: Tensor  # [slots, channels, width - 1]: the last inputs of the convolution
+    state: Tensor  # [slots, heads, ...]: a matrix for each head
+    conv_drafts: Tensor | None = None  # [places, channels]: inputs of the convolution; None: decodes have no drafts
+    drafts: Sequence[Tensor] = ()  # [places, ...]: inputs of the recurrence, in the order of its kernels' aggregate
+
+
 class LayerStates:
-    """Views of one layer's states in its cache group's slots, and of its inputs that are kept for draft tokens."""
+    """The layout of one layer's states in its cache group's slots, and of its inputs for draft tokens."""
 
     def __init__(self, config: ModelConfig, place: CachePlace) -> None:
         states = config.caches.groups[place.group].blocks
@@ -106,18 +138,16 @@ class LayerStates:
         """Reduce the layout to rank `rank` of `size` tensor-parallel ranks."""
         self._states, self._draft_inputs = self._states.of_rank(rank, size), self._draft_inputs.of_rank(rank, size)
 
-    def slots(self, slots: Tensor) -> list[Tensor]:
-        """Return views of the parts of the layer's states in all slots."""
-        return parts_of(slots, self._states, self._layer)
+    def of(self, cache: StateCache) -> StateViews:
+        """Return this layer's part of its cache group."""
+        conv_inputs, state = self._parts(cache.slots, self._states)
+        if cache.draft_inputs is None:
+            return StateViews(conv_inputs, state)
+        conv_drafts, *drafts = self._parts(cache.draft_inputs, self._draft_inputs)
+        return StateViews(conv_inputs, state, conv_drafts, drafts)
 
-    def draft_inputs(self, places: Tensor | None) -> list[Tensor] | None:
-        """Return views of the kept inputs of draft tokens: the convolution's, then the recurrence's."""
-        return None if places is None else parts_of(places, self._draft_inputs, self._layer)
-
-
-def parts_of(slots: Tensor, layout: StateLayout, layer: int) -> list[Tensor]:
-    """Return views of the parts of a layer's states in all slots."""
-    return [part_of(slots, layout, layer, part) for part in range(len(layout.parts))]
+    def _parts(self, slots: Tensor, layout: StateLayout) -> list[Tensor]:
+        return [part_of(slots, layout, self._layer, part) for part in range(len(layout.parts))]
 
 
 def part_of(slots: Tensor, layout: StateLayout, layer: int, part: int) -> Tensor:

@@ -6,14 +6,11 @@ import importlib
 import itertools
 import os
 import random
-import signal
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from types import FrameType, TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -46,8 +43,9 @@ from .arguments import (
     template_variables,
 )
 from .completion import Continuation, PromptsBar, RequestOutput, logprob_dict, prompts_bar
+from .data_parallel import OfflineCore
 from .local_members import LocalMembers
-from .spread import OfflineCore
+from .signals import DelayedSignals
 
 
 class GenerationFailed(RuntimeError):
@@ -89,7 +87,8 @@ class LLM:
             members = stack.enter_context(closing(LocalMembers(config))) if config.world_size > 1 else None
             self.engine: Engine = build_engine(config, member=ALONE_MEMBER if members is None else members.member)
             stack.callback(self.engine.close)
-            self._core: OfflineCore = self.engine.core if members is None else members.spread(self.engine.core)
+            core = self.engine.core
+            self._core: OfflineCore = core if members is None else members.core_of_all_ranks(core)
             self._end = weakref.finalize(self, stack.pop_all().close)
         self._ids = itertools.count()
         self._random = random.Random(config.seed)  # draws missing seeds, so that two runs of a script are equal
@@ -247,8 +246,8 @@ class LLM:
             self._step()
 
     def _step(self) -> list[EngineOutput]:
-        """Run a whole step. If it is interrupted in spite of `SignalsAfter`, as by a second Ctrl-C, end the engine."""
-        with SignalsAfter():
+        """Run a whole step. If it is interrupted all the same, as by a second Ctrl-C, end the engine."""
+        with DelayedSignals():
             try:
                 outputs = self._core.step()
                 if not outputs:
@@ -314,40 +313,3 @@ class _Request:
         if len(self.output.outputs) == len(self.continuations):
             self.output.outputs.sort(key=lambda output: output.index)
             self.output.finished = True
-
-
-_HELD = (signal.SIGINT, signal.SIGTERM)
-
-
-class SignalsAfter:
-    """Delays Ctrl-C and SIGTERM to the end of the context, if Python handles them.
-
-    A handler that raises in the middle of a step would lose a plan, for whose result the scheduler would wait forever.
-    A second signal is not delayed.
-
-    In threads other than the main one it does nothing, since Python never interrupts them.
-    """
-
-    def __init__(self) -> None:
-        self._came: dict[int, FrameType | None] = {}
-        self._handlers: dict[int, Any] = {}  # the delayed handlers, by signal
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            found = {number: signal.getsignal(number) for number in _HELD}
-            self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
-            for number in self._handlers:
-                signal.signal(number, self._note)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        for number, frame in self._came.items():
-            self._handlers[number](number, frame)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number in self._came:
-            self._handlers[number](number, frame)
-        self._came[number] = frame

@@ -23,7 +23,7 @@ from ..config import EngineConfig, InvalidEngineConfig
 from ..core.engine import EngineCore
 from ..parallel.groups import GroupFailed
 from ..parallel.member import Member
-from .spread import FrontendSockets, OfflineCore, SpreadCore, serve_requests
+from .data_parallel import DataParallelCore, FrontendSockets, OfflineCore, serve_requests
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ CLOSE_TIMEOUT_S = 5.0
 _FAILED = 1
 
 
-class _Order(msgspec.Struct):
+class _MemberArgs(msgspec.Struct):
     """The arguments of a member process, as one line of JSON on its stdin."""
 
     engine_args: dict[str, Any]
@@ -55,24 +55,24 @@ class LocalMembers:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._failure: str | None = None
         self._frontend = FrontendSockets() if config.data_parallel_size > 1 else None
-        order = _Order(
+        args = _MemberArgs(
             config.model_dump(), 0, self._rendezvous.address, "" if self._frontend is None else self._frontend.address
         )
-        self.member = _member(order, config)
+        self.member = _member(args, config)
         try:
             for rank in range(1, config.world_size):
-                self._start(msgspec.structs.replace(order, rank=rank))
+                self._start(msgspec.structs.replace(args, rank=rank))
         except BaseException:  # Ctrl-C, too
             self.close()
             raise
 
-    def spread(self, core: EngineCore) -> OfflineCore:
+    def core_of_all_ranks(self, core: EngineCore) -> OfflineCore:
         """Return all data-parallel ranks as one engine. `core` is rank 0. Raises `GroupFailed`."""
         if self._frontend is None:
             return core
         num_ranks = self.member.data_parallel_size
         self._frontend.wait_ready(num_ranks - 1, self.check)
-        return SpreadCore(core, self._frontend, num_ranks, self.check)
+        return DataParallelCore(core, self._frontend, num_ranks, self.check)
 
     def check(self) -> None:
         """Raise `GroupFailed` if a member's process has ended."""
@@ -94,13 +94,13 @@ class LocalMembers:
         if self._frontend is not None:
             self._frontend.close()
 
-    def _start(self, order: _Order) -> None:
+    def _start(self, args: _MemberArgs) -> None:
         process = subprocess.Popen([sys.executable, "-m", __spec__.name], stdin=subprocess.PIPE)
-        self._processes[order.rank] = process
+        self._processes[args.rank] = process
         with contextlib.suppress(BrokenPipeError):  # `_watch` reports that the process has ended
-            _stdin(process).write(msgspec.json.encode(order) + b"\n")
+            _stdin(process).write(msgspec.json.encode(args) + b"\n")
             _stdin(process).flush()
-        watch = threading.Thread(target=self._watch, args=(order.rank, process), daemon=True)
+        watch = threading.Thread(target=self._watch, args=(args.rank, process), daemon=True)
         watch.start()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -128,15 +128,15 @@ def _require_devices(config: EngineConfig) -> None:
         )
 
 
-def _member(order: _Order, config: EngineConfig) -> Member:
+def _member(args: _MemberArgs, config: EngineConfig) -> Member:
     return Member(
-        rank=order.rank,
+        rank=args.rank,
         tensor_parallel_size=config.tensor_parallel_size,
         data_parallel_size=config.data_parallel_size,
-        rendezvous=order.rendezvous,
-        device_index=order.rank,
+        rendezvous=args.rendezvous,
+        device_index=args.rank,
         num_local=config.world_size,
-        local_rank=order.rank,
+        local_rank=args.rank,
     )
 
 
@@ -147,22 +147,22 @@ def _end_with_stdin() -> None:
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes: only the first one decides
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Order)
+    args = msgspec.json.decode(sys.stdin.buffer.readline(), type=_MemberArgs)
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     from ..startup.build import build_engine, follow
 
-    config = EngineConfig.from_args(order.engine_args)
-    member = _member(order, config)
+    config = EngineConfig.from_args(args.engine_args)
+    member = _member(args, config)
     try:
         if member.tp_rank > 0:
             follow(config, member)
         else:
-            serve_requests(build_engine(config, member=member).core, order.frontend, member.dp_rank)
+            serve_requests(build_engine(config, member=member).core, args.frontend, member.dp_rank)
     except GroupFailed as error:
-        logger.error("rank %d ends: %s", order.rank, error)
+        logger.error("rank %d ends: %s", args.rank, error)
         code = _FAILED
     except Exception:
-        logger.exception("rank %d failed", order.rank)
+        logger.exception("rank %d failed", args.rank)
         code = _FAILED
     else:
         code = 0

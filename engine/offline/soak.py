@@ -50,7 +50,7 @@ def soak(
     load = _Load(engine, config, seed)
     start = reported_s = clock()
     while (now := clock()) - start < seconds:
-        load.keep_open(int(OPEN_PER_ROW * engine.steps.max_num_seqs))
+        load.keep_open(int(OPEN_PER_ROW * engine.core.config.max_num_seqs))
         load.step()
         if progress and now - reported_s > PROGRESS_S:
             reported_s = now
@@ -72,7 +72,7 @@ class _Load:
         self.open: set[str] = set()
         self._engine = engine
         self._random = random.Random(seed)
-        self._longest = min(engine.max_model_len, engine.core.config.max_length) - 1
+        self._longest = engine.core.config.max_length - 1
         self._prompts: list[list[int]] = []  # the newest, with which others may begin
         self._counts = dict.fromkeys(("completed", "aborted", "input_tokens", "output_tokens"), 0)
         self._memory = _DeviceMemory(engine.region.device, config.gpu_memory_utilization)

@@ -23,10 +23,11 @@ from typing import Any
 import zmq
 
 from ..net.sockets import bind_to_free_port, is_ipv6_url
+from ..net.wakeup import WakeupSocket
 from .groups import GroupFailed, ParallelGroups
 from .member import Member
 from .rendezvous import RendezvousClient
-from .watch import Watch, beat, inproc_pair
+from .watch import Watch, beat
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class Mesh:
         self._num_dropped = 0
         self.loss: str | None = None  # the name of a rank that has gone
         self._ended = threading.Event()  # set once some rank ends regularly
-        self._bell, self._ringer = inproc_pair(self._context)
+        # Ends a waiting `receive` and, as it is never drained, all later ones. While the watch runs, only it wakes.
+        self._wakeup = WakeupSocket(self._context)
         self._watch = Watch(self._context, self._lose)
         try:
             self._connect(member, others)
@@ -75,7 +77,7 @@ class Mesh:
             raise
         self._watch.start()
         self._poller = zmq.Poller()
-        for socket in (self._pull, self._bell):
+        for socket in (self._pull, self._wakeup.socket):
             self._poller.register(socket, zmq.POLLIN)
 
     def send(self, message: bytes) -> None:
@@ -126,7 +128,7 @@ class Mesh:
         self._ended.set()
         self._watch.close()
         if receiver is not None:
-            self._ring()
+            self._wakeup.wake()
             receiver.join()
         if orderly and not known and self.loss is None:
             for socket, (_, key) in self._peers.items():
@@ -166,11 +168,7 @@ class Mesh:
         logger.error("%s has gone: the group ends", name)
         self.loss = name
         self._groups.close()
-        self._ring()
-
-    def _ring(self) -> None:
-        """End a waiting `receive`, and all later ones. While the watch runs, only its thread may call this."""
-        self._ringer.send(b"", zmq.NOBLOCK)
+        self._wakeup.wake()
 
 
 _MAX_UNIX_PATH = 100

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from ..net.wakeup import WakeupSocket
 from .groups import CollectiveFailed, GroupFailed
 
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 1000, 5000
@@ -30,7 +30,7 @@ class Watch:
         """Watch no socket yet. `on_loss` is called with the name of the lost end, on this watch's thread."""
         self._monitors: dict[zmq.Socket[bytes], str] = {}
         self._on_loss = on_loss
-        self._bell, self._ringer = inproc_pair(context)
+        self._wakeup = WakeupSocket(context)
         self._thread = threading.Thread(target=self._run, name="baton-group-watch", daemon=True)
 
     def add(self, socket: zmq.Socket[bytes], name: str) -> None:
@@ -61,16 +61,15 @@ class Watch:
 
     def close(self) -> None:
         """End the thread. The sockets' context closes them afterwards."""
-        with contextlib.suppress(zmq.Again):  # no receiver: the thread has ended, or was never started
-            self._ringer.send(b"", zmq.NOBLOCK)
+        self._wakeup.wake()
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
-        poller = _poller([self._bell, *self._monitors])
+        poller = _poller([self._wakeup.socket, *self._monitors])
         while True:
             ready = [socket for socket, _ in poller.poll()]
-            if self._bell in ready:
+            if self._wakeup.socket in ready:
                 break
             if lost := [
                 self._monitors[monitor] for monitor in ready if recv_monitor_message(monitor)["event"] in _ENDS
@@ -98,12 +97,3 @@ def beat(socket: zmq.Socket[Any]) -> None:
     """Send heartbeats, because a lost machine closes no connection."""
     socket.heartbeat_ivl = _HEARTBEAT_MS
     socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
-
-
-def inproc_pair(context: zmq.Context[Any]) -> Sequence[zmq.Socket[bytes]]:
-    """Return two connected sockets. The second one may be used by another thread."""
-    ends = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    address = f"inproc://{id(ends[0])}"
-    ends[0].bind(address)
-    ends[1].connect(address)
-    return ends

@@ -15,17 +15,15 @@ from ..config import EngineConfig, InvalidEngineConfig
 from ..core.config import EngineCoreConfig
 from ..core.connector import KVConnector
 from ..core.engine import EngineCore
-from ..core.layout import BLOCK_SIZE, CacheLayout
+from ..core.layout import BLOCK_SIZE
 from ..core.regions import CacheRegion
 from ..core.requests.drafting import make_drafting
 from ..core.scheduling.scheduler import Scheduler
 from ..core.tiers import KVTiers
 from ..hf_config.model_config import ModelConfig
 from ..parallel.member import ALONE_MEMBER, Member
-from .arenas import engine_caches
 from .model_config import read_model_config
 from .phases import Phases
-from .step_sizes import StepSizes
 
 if TYPE_CHECKING:
     from ..structured import XGrammarBackend
@@ -38,13 +36,9 @@ logger = logging.getLogger(__name__)
 class Engine:
     """An engine that is ready to serve."""
 
-    core: EngineCore
+    core: EngineCore  # `core.config` has the sizes: of sequences, of steps, and the number of blocks
     model_config: ModelConfig
-    caches: CacheLayout
     region: CacheRegion  # this rank's blocks; valid as long as `core` lives
-    max_model_len: int  # tokens, prompt and output together
-    steps: StepSizes
-    num_blocks: int
     startup_s: dict[str, float]  # seconds by phase, in order
     grammars: XGrammarBackend | None  # None: the engine has no tokenizer
     close: Callable[[], None]  # leaves the group, and ends the process that compiles grammars
@@ -93,11 +87,7 @@ def build_engine(
     return Engine(
         core=core,
         model_config=loaded.model_config,
-        caches=engine_caches(loaded.model_config).layout,
         region=loaded.region,
-        max_model_len=loaded.core_config.max_model_len,
-        steps=loaded.steps,
-        num_blocks=loaded.core_config.num_blocks,
         startup_s=phases.seconds,
         grammars=grammars,
         close=ends.close,
@@ -144,8 +134,8 @@ def _log_ready(loaded: LoadedMember, phases: Phases) -> None:
         phases,
         num_blocks,
         num_tokens,
-        loaded.steps.max_num_seqs,
-        loaded.steps.max_num_batched_tokens,
+        loaded.core_config.max_num_seqs,
+        loaded.core_config.max_num_batched_tokens,
         extra={"startup_s": phases.seconds},
     )
 

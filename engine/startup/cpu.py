@@ -16,8 +16,8 @@ from ..layers.decoder import CausalLM
 from ..parallel.groups import ALL_ALONE
 from ..worker.backends import DraftModel
 from ..worker.backends.cpu import CpuBackend
+from ..worker.backends.cpu_shapes import CpuShapes
 from ..worker.runner import ModelRunner
-from ..worker.shapes import CpuShapes
 from ..worker.warmup import warm_up
 from .arenas import draft_bytes
 from .device import RankContext, load_models, step_limits

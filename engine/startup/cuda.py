@@ -23,15 +23,17 @@ from ..models import stub_model
 from ..parallel import ParallelGroups
 from ..worker.backends import DraftModel, Model
 from ..worker.backends.cuda import CudaBackend
+from ..worker.backends.cuda_shapes import CudaShapes
 from ..worker.backends.cuda_stream import CudaStream
 from ..worker.runner import ModelRunner
-from ..worker.shapes import CudaShapes, StepLimits
+from ..worker.shapes import StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
 from .device import RankContext, load_models, step_limits, stub_draft_model
 from .kv_cache import allocate_arenas, gpu_budget
 from .kv_size import check_room, size_kv_cache
 from .phases import Phases
 from .step_sizes import StepSizes
+from .weight_counts import usable_gpu_bytes
 
 _HOST_THREADS = 4  # for an op on the CPU: such ops are small here, and more threads would only wait for each other
 
@@ -102,7 +104,7 @@ class CudaStartup:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(context.device)
         config, longest = context.config, context.model_config.max_model_len
-        budget = gpu_budget(memory.num_bytes, utilization=config.gpu_memory_utilization, free=free, total=total)
+        budget = gpu_budget(memory.num_bytes, usable=usable_gpu_bytes(config, total), free=free, total=total)
         longest, sizes = size_kv_cache(config, self._steps.max_num_seqs, longest, context.own_caches, lambda: budget)
         check_room(config, context.own_caches, sizes, free)
         return longest, sizes

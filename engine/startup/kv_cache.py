@@ -100,12 +100,13 @@ def cpu_budget(num_members: int = 1, beside_bytes: int = 0) -> KVBudget:
     return KVBudget(max(0, spare - beside_bytes), "kv_cache_memory_bytes")
 
 
-def gpu_budget(step_memory_bytes: int, *, utilization: float, free: int, total: int) -> KVBudget:
-    """Return the memory left for blocks on a GPU that has `free` of `total` bytes now.
+def gpu_budget(step_memory_bytes: int, *, usable: int, free: int, total: int) -> KVBudget:
+    """Return the memory left for blocks on a GPU that has `free` of `total` bytes now, of which all processes together
+    may use `usable` (`weight_counts.usable_gpu_bytes`).
 
     `step_memory_bytes` is the runner's memory beside weights and blocks.
     """
-    left = int(utilization * total) - (total - free) - step_memory_bytes
+    left = usable - (total - free) - step_memory_bytes
     return KVBudget(max(0, left), "gpu_memory_utilization")
 
 

@@ -36,7 +36,6 @@ class LoadedMember:
     membership: RankGroup
     model_config: ModelConfig
     core_config: EngineCoreConfig
-    steps: StepSizes
     region: CacheRegion
     device_type: str
     yielding: Yielding | None
@@ -86,7 +85,6 @@ def load_member(context: RankContext, membership: RankGroup, compiler: Compiler 
         membership=membership,
         model_config=context.model_config,
         core_config=_core_config(context, steps, max_model_len, sizes),
-        steps=steps,
         region=region_of(arenas, context.caches.layout, member.tp_rank, member.tensor_parallel_size),
         device_type=context.device.type,
         yielding=_yielding(context),

@@ -4,7 +4,7 @@ runner.py      the order of a step, the same on every device
 tables.py      the state of each request on the device, one row each, from its first plan to its last
 batch.py       the chunks of one step as columns of numbers
 inputs.py      the inputs of one step
-shapes.py      the captured sizes of steps, and the choice of one for a step
+shapes.py      the sizes of steps, and the interface that chooses a captured one for a step
 sampling.py    logits processors and log probabilities
 outputs.py     sampled tokens on their way to the scheduler
 warmup.py      steps that run before the engine is ready

@@ -127,7 +127,7 @@ class Batch:
         return next((i for i, length in enumerate(self.lens) if length != 1 and i not in drafted), len(self.lens))
 
     @property
-    def alone(self) -> int:
+    def single_seq_len(self) -> int:
         """The length of the step's only sequence; 0 if there are several."""
         return self.ends[0] if len(self.ends) == 1 else 0
 

@@ -20,7 +20,7 @@ from baton.kernels.state_batch import Cuts, Replay, StateBatch, StateCheckpoint,
 from baton.kernels.step import DrawPlaces, decode_states, replay_states
 
 from ..core.layout import NOT_KEPT, draft_places
-from ..layers.attention import GroupCache, StateCache
+from ..layers.step_context import GroupCache, StateCache
 from .batch import Batch
 from .shapes import StepLimits, StepShape
 from .tables import CacheArenas, RowTables

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core.step import GroupStep, PendingStep, StepPlan, StepResult
-from ..layers.base import RankRows
+from ..layers.step_context import RankRows
 from .backends import Backend, CapturedSteps, DraftModel, Model, StepParts
 from .batch import Batch, CurrentBatch
 from .inputs import InputBuffers
@@ -101,12 +101,12 @@ class ModelRunner:
         In the second case each rank runs eagerly, and needs the numbers of rows of the other ranks.
         """
         sizes = [batch.size] if group is None else group.sizes
-        shape = self.captured.fitting(sizes, alone=batch.alone)
+        shape = self.captured.fitting(sizes, single_seq_len=batch.single_seq_len)
         if shape is not None:
             return shape, None
         if group is None:
             return self._own_shape(batch), None
-        shape = self.captured.fitting([batch.size], alone=batch.alone)
+        shape = self.captured.fitting([batch.size], single_seq_len=batch.single_seq_len)
         shape = shape or self._own_shape(batch)
         return shape, self.captured.rows_of_ranks(sizes)
 

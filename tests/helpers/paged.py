@@ -12,8 +12,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from baton.engine.core.layout import StateLayout
-from baton.engine.layers.attention import GroupCache, StateCache
 from baton.engine.layers.decoder import CausalLM
+from baton.engine.layers.step_context import GroupCache, StateCache
 from baton.kernels.attention import AttentionBatch
 from baton.kernels.state_batch import StateBatch
 

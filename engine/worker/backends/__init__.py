@@ -2,6 +2,8 @@
 
 cpu.py             computes synchronously; its captured steps are recorded calls of native functions
 cuda.py            launches and never waits; its captured steps are CUDA graphs
+cpu_shapes.py      the sizes of steps that are captured on a CPU
+cuda_shapes.py     ... on a GPU
 cuda_stream.py     the stream, events, pinned memory and graphs of a GPU
 staged_writes.py   changes to the row tables, in a pinned buffer that a GPU reads in place
 guesses/           guesses at the end of a step, by the model's draft head or by a draft model; for both kinds of device
@@ -18,9 +20,8 @@ import torch
 from torch import Tensor
 
 from ...core.step import Chunk, StepSize
-from ...layers.attention import GroupCache, StateCache
-from ...layers.base import RankRows
 from ...layers.draft_head import DraftStates
+from ...layers.step_context import GroupCache, RankRows, StateCache
 from ..batch import Batch, CurrentBatch
 from ..inputs import InputBuffers
 from ..outputs import Event, StepOutputs
@@ -186,19 +187,19 @@ class CapturedSteps:
             if (graph := self._step.capture(shape)) is not None:
                 self._graphs[shape] = graph
 
-    def fitting(self, sizes: Sequence[StepSize], *, alone: int) -> StepShape | None:
+    def fitting(self, sizes: Sequence[StepSize], *, single_seq_len: int) -> StepShape | None:
         """Return the smallest captured shape that serves the steps of all ranks; None if there is none.
 
-        `alone`: see `Shapes.fitting`.
+        `single_seq_len`: see `Shapes.fitting`.
         """
-        shape = self._shapes.fitting(sizes, alone=alone)
+        shape = self._shapes.fitting(sizes, single_seq_len=single_seq_len)
         return shape if shape in self._graphs else None
 
     def rows_of_ranks(self, sizes: Sequence[StepSize]) -> RankRows:
         """Return the rows of each rank in a step that all run eagerly: padded if a captured size would serve it."""
         rows = []
         for size in sizes:
-            shape = self.fitting([size], alone=0)
+            shape = self.fitting([size], single_seq_len=0)
             if shape is None:
                 rows.append((size.num_tokens, self._shapes.num_wanted(size), size.num_seqs))
             else:

@@ -28,7 +28,7 @@ from baton.kernels.step import REJECTED
 
 from ...core.layout import BLOCK_SIZE
 from ...core.step import Chunk
-from ...layers.base import RankRows, rows_at
+from ...layers.step_context import RankRows, rows_at
 from ..batch import Batch, Guesses
 from ..outputs import Event
 from ..shapes import Shapes, StepShape

@@ -31,7 +31,7 @@ from baton.kernels.step import (
 )
 
 from ...core.step import Chunk
-from ...layers.base import RankRows
+from ...layers.step_context import RankRows
 from ..batch import Batch, Draws
 from ..inputs import StepInputs
 from ..outputs import Event

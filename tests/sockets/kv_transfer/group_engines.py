@@ -77,7 +77,7 @@ class _Leader:
 
         self._store: TierStore | None = None
         self._engine = build_engine(job.config, connect, member, open_tiers=open_tiers if job.tiers else None)
-        self.info = PeerInfo(job.name, 1, self._connector.address, self._engine.caches.fingerprint)
+        self.info = PeerInfo(job.name, 1, self._connector.address, self._engine.region.caches.fingerprint)
 
     def meet(self, peers: list[PeerInfo]) -> None:
         self._connector.peers_changed(peers)

@@ -97,7 +97,7 @@ def test_ranks_without_requests_use_hardly_any_cpu_time_and_are_not_waited_for(
         before = cpu_seconds(pids)
         time.sleep(1.0)
         assert cpu_seconds(pids) - before < 0.05
-        monkeypatch.setattr("baton.engine.offline.spread.zmq.select", lambda *_: pytest.fail("waited"))
+        monkeypatch.setattr("baton.engine.offline.data_parallel.zmq.select", lambda *_: pytest.fail("waited"))
         (result,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert len(result.outputs[0].token_ids) == 3
 

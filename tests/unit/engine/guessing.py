@@ -18,8 +18,10 @@ from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.startup import build
 from baton.engine.worker.backends import Backend
 from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.backends.cuda import CudaBackend
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.backends.cuda_shapes import CudaShapes
+from baton.engine.worker.shapes import StepLimits
 
 from ...helpers.inline_stream import InlineStream
 from .controls import EVERYTHING, own_seeds

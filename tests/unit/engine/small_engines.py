@@ -14,9 +14,11 @@ from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_model
 from baton.engine.worker.backends import Backend
 from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.backends.cuda_shapes import CudaShapes
 from baton.engine.worker.runner import ModelRunner
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.shapes import StepLimits
 from baton.engine.worker.tables import CacheArenas
 from baton.engine.worker.warmup import ProfileRun, warm_up
 

@@ -136,14 +136,14 @@ ARGS = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 200, "
 def test_engines_give_back_with_tiers_too_unless_they_are_to_keep_all(folders: Callable[[str], Path]) -> None:
     args = {**ARGS, "model": str(folders("gpt_oss")), "num_gpu_blocks_override": 60}
     alone = build_engine(EngineConfig.from_args(args))
-    assert [group.kind for group in alone.caches.groups] == [CacheKind.FULL, CacheKind.WINDOW]
-    most = needs_of(alone.caches.groups[1]).at_full_load(4, 200)
+    assert [group.kind for group in alone.region.caches.groups] == [CacheKind.FULL, CacheKind.WINDOW]
+    most = needs_of(alone.region.caches.groups[1]).at_full_load(4, 200)
     assert [group.num_blocks for group in alone.core.config.groups] == [60, min(60, most)]
     kept = build_engine(EngineConfig.from_args(args | {"disable_hybrid_kv_cache_manager": True}))
     reader = build_engine(EngineConfig.from_args(args), connect=lambda region: None)  # type: ignore[arg-type,return-value]
     tiered = build_engine(EngineConfig.from_args(args), open_tiers=lambda region: None)  # type: ignore[arg-type,return-value]
-    assert kept.caches.only.kind == CacheKind.FULL
-    assert alone.caches.fingerprint == reader.caches.fingerprint == tiered.caches.fingerprint
-    assert alone.caches.fingerprint != kept.caches.fingerprint
+    assert kept.region.caches.only.kind == CacheKind.FULL
+    assert alone.region.caches.fingerprint == reader.region.caches.fingerprint == tiered.region.caches.fingerprint
+    assert alone.region.caches.fingerprint != kept.region.caches.fingerprint
     for engine in (alone, kept, reader, tiered):
         engine.close()

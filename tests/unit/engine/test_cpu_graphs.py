@@ -17,13 +17,13 @@ from baton.engine.core.layout import KVLayout
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import PendingStep, StepPlan
 from baton.engine.layers import mlp
-from baton.engine.layers.attention import GroupCache
-from baton.engine.layers.base import rows_at
 from baton.engine.layers.norm import ResidualStream, RMSNorm
+from baton.engine.layers.step_context import GroupCache, rows_at
 from baton.engine.worker.backends import CapturedSteps, cpu
 from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.runner import ModelRunner
-from baton.engine.worker.shapes import CpuShapes, StepLimits
+from baton.engine.worker.shapes import StepLimits
 from baton.engine.worker.tables import CacheArenas
 from baton.kernels import native
 from baton.kernels.attention import AttentionRule, paged_attention

@@ -21,14 +21,16 @@ from baton.engine.core.messages import EngineRequest
 from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import SamplingParams
 from baton.engine.core.step import PADDING, Chunk, GroupStep, RowStart, StepPlan
-from baton.engine.layers.base import RankRows
+from baton.engine.layers.step_context import RankRows
 from baton.engine.models import load_config
 from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.worker.backends import cuda
 from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.backends.cuda_shapes import CudaShapes, drafted_sizes
 from baton.engine.worker.runner import ModelRunner
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, StepShape, drafted_sizes
+from baton.engine.worker.shapes import StepLimits, StepShape
 from baton.engine.worker.warmup import ProfileRun, drafted_mix, padding_steps
 from baton.kernels import step
 
@@ -182,20 +184,21 @@ def test_sequences_have_up_to_two_or_four_tokens_or_as_many_as_they_may() -> Non
     assert drafted_sizes([1, 2], replace(LIMITS, max_drafts=1)) == [(1, 2, 2), (2, 4, 2)]
     assert drafted_sizes([2], replace(LIMITS, max_drafts=15)) == [(2, 4, 2), (2, 8, 4), (2, 8, 16), (2, 32, 16)]
     shapes = CudaShapes(replace(LIMITS, max_drafts=15), max_tokens=32)
-    found = [shapes.drafted(3, 9, alone=0, longest=longest) for longest in (4, 5, 16)]
+    found = [shapes.drafted(3, 9, single_seq_len=0, longest=longest) for longest in (4, 5, 16)]
     assert [(shape.num_tokens, shape.max_query_len) for shape in found if shape] == [(16, 4), (16, 16), (16, 16)]
-    assert shapes.drafted(3, 17, alone=0, longest=8) == shapes.drafted(4, 64, alone=0, longest=16)
-    assert shapes.drafted(8, 129, alone=0, longest=16) is None
+    assert shapes.drafted(3, 17, single_seq_len=0, longest=8) == shapes.drafted(4, 64, single_seq_len=0, longest=16)
+    assert shapes.drafted(8, 129, single_seq_len=0, longest=16) is None
 
 
 def test_one_short_sequence_with_drafts_has_sizes_of_its_own() -> None:
     shapes = CudaShapes(replace(LIMITS, max_model_len=8192), max_tokens=32)
-    found = [shapes.drafted(1, 3, alone=length, longest=3) for length in (1000, 1024, 1025, 5000)]
+    found = [shapes.drafted(1, 3, single_seq_len=length, longest=3) for length in (1000, 1024, 1025, 5000)]
     assert [shape.max_seq_len for shape in found if shape] == [1024, 1024, 4096, 8192]
     captured = list(shapes.in_capture_order())
     assert len(set(captured)) == len(captured)
     lengths = [(tokens, length) for tokens in (2, 4, 5) for length in (9, 2000, 5000)]
-    assert {shapes.drafted(1, tokens, alone=length, longest=tokens) for tokens, length in lengths} <= set(captured)
+    chosen = {shapes.drafted(1, tokens, single_seq_len=length, longest=tokens) for tokens, length in lengths}
+    assert chosen <= set(captured)
 
 
 def test_sizes_with_drafts_are_warmed_up_with_padding_and_draws_from_edited_logits(

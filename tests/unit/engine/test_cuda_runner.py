@@ -24,14 +24,16 @@ from baton.engine.core.layout import KVLayout
 from baton.engine.core.messages import EngineRequest, ErrorKind
 from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
-from baton.engine.layers.base import RankRows
+from baton.engine.layers.step_context import RankRows
 from baton.engine.models import load_config, load_model, stub_model
 from baton.engine.startup.kv_cache import gpu_budget
 from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.backends.cuda import CudaBackend, CudaStep
+from baton.engine.worker.backends.cuda_shapes import CudaShapes
 from baton.engine.worker.backends.staged_writes import StagedWrites
 from baton.engine.worker.runner import ModelRunner
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits, StepShape
+from baton.engine.worker.shapes import StepLimits, StepShape
 from baton.engine.worker.tables import CacheArenas
 from baton.engine.worker.warmup import ProfileRun, StepMemory, eager_shapes, largest_step, padding_steps
 
@@ -368,8 +370,8 @@ def test_a_runner_is_gone_when_nobody_has_it(workshop: Workshop) -> None:
 def test_blocks_get_what_the_step_and_the_graphs_leave_of_the_share() -> None:
     gib = 1 << 30
     memory = StepMemory(step_bytes=10 * gib, captured_bytes=gib, num_captured=64)
-    budget = gpu_budget(memory.num_bytes, utilization=0.9, free=80 * gib, total=100 * gib)
-    assert budget.num_bytes == int(0.9 * 100 * gib) - 20 * gib - memory.num_bytes
+    budget = gpu_budget(memory.num_bytes, usable=90 * gib, free=80 * gib, total=100 * gib)
+    assert budget.num_bytes == 70 * gib - memory.num_bytes
     assert 11 * gib < memory.num_bytes < 12.5 * gib
-    assert gpu_budget(memory.num_bytes, utilization=0.2, free=80 * gib, total=100 * gib).num_bytes == 0
+    assert gpu_budget(memory.num_bytes, usable=20 * gib, free=80 * gib, total=100 * gib).num_bytes == 0
     assert budget.setting == "gpu_memory_utilization"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.core.step import PADDING, StepSize
-from baton.engine.worker.shapes import CudaShapes, StepLimits
+from baton.engine.worker.backends.cuda_shapes import CudaShapes
+from baton.engine.worker.shapes import StepLimits
 
 
 def shapes_of(
@@ -45,9 +46,9 @@ def test_every_size_that_is_chosen_is_captured_and_large_enough(max_num_seqs: in
 
 def test_one_short_sequence_has_sizes_of_its_own() -> None:
     shapes = shapes_of(max_model_len=40960)
-    lengths = [shapes.decode(1, alone).max_seq_len for alone in (1, 1024, 1025, 4096, 4097, 40960)]
+    lengths = [shapes.decode(1, length).max_seq_len for length in (1, 1024, 1025, 4096, 4097, 40960)]
     assert lengths == [1024, 1024, 4096, 4096, 40960, 40960]
-    assert {shapes.decode(1, alone) for alone in (1, 1025, 4097)} <= set(shapes.in_capture_order())
+    assert {shapes.decode(1, length) for length in (1, 1025, 4097)} <= set(shapes.in_capture_order())
     assert shapes.decode(2, 10).max_seq_len == 40960
     few = shapes_of(max_model_len=500)
     assert few.decode(1, 10) == few.decode(1, 500)
@@ -78,7 +79,7 @@ def test_mixes_with_drafts_are_captured_for_any_number_of_draws(max_num_seqs: in
                 if num_draws > most_draws:
                     continue
                 size = StepSize(num_tokens, num_seqs, num_draws - 1, False, num_drafts, min(num_drafts, max_drafts))
-                mix = shapes.fitting([size], alone=0)
+                mix = shapes.fitting([size], single_seq_len=0)
                 assert (mix is None) == (num_tokens > 1024)
                 if mix is not None:
                     assert mix in captured
@@ -110,7 +111,7 @@ def test_ranks_that_run_a_step_together_choose_the_same_size(
 ) -> None:
     """Each by what all of them told, whatever its own part is."""
     shapes = shapes_of(max_num_seqs=32, max_drafts=4, max_model_len=40960)
-    chosen = {shapes.fitting(sizes, alone=alone) for alone in (0, 100, 5000)}
+    chosen = {shapes.fitting(sizes, single_seq_len=length) for length in (0, 100, 5000)}
     found = {shape and (shape.num_tokens, shape.wanted_rows, shape.max_drafts) for shape in chosen}
     assert found == {expected}
 

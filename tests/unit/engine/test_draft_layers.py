@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine import LLM, SamplingParams
-from baton.engine.layers.base import RankRows
+from baton.engine.layers.step_context import RankRows
 from baton.engine.models import load_config
 from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.backends.cuda_shapes import CudaShapes
 from baton.engine.worker.backends.guesses import HeadGuesser
-from baton.engine.worker.shapes import CudaShapes
 from baton.engine.worker.warmup import ProfileRun
 
 from ...helpers.draft_layers import DraftReference, expected_accepted, num_layers_of, with_draft_layer

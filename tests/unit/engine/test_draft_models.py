@@ -18,9 +18,10 @@ from baton.engine.startup.model_config import read_model_config
 from baton.engine.startup.weight_counts import weight_bytes_of_rank
 from baton.engine.worker.backends import Backend
 from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.backends.cuda_shapes import CudaShapes
 from baton.engine.worker.backends.guesses.models import MOST_UNREAD
-from baton.engine.worker.shapes import CpuShapes, CudaShapes
 
 from ...helpers.checkpoints import write_checkpoint
 from ...helpers.inline_stream import InlineStream

@@ -80,7 +80,7 @@ def test_prefill_here_and_decode_there_draws_what_one_engine_draws(
 ) -> None:
     room, folder = make_room(), folders(variant)
     prefill, decode, unified = engine_of(folder, room), engine_of(folder, room), engine_of(folder)
-    assert len(prefill.caches.groups) == 2
+    assert len(prefill.region.caches.groups) == 2
     requests = requests_of(LENGTHS)
     expected = alone(unified.core, requests)
     for _ in range(2):  # the second time some of it is in both caches
@@ -97,7 +97,7 @@ def test_of_windows_and_states_only_what_is_read_later_moves(variant: str, folde
     prefill, decode = engine_of(folder, room), engine_of(folder, room)
     hand_off(prefill.core, decode.core, requests_of([1030]))
     full, other = prefill.region.arenas
-    group = prefill.caches.groups[1]
+    group = prefill.region.caches.groups[1]
     assert group.kind in (CacheKind.WINDOW, CacheKind.STATE)
     moved = room.peers[1].bytes_moved - -(-1030 // BLOCK_SIZE) * full.block_bytes
     most = 1 if group.window is None else -(-group.window // BLOCK_SIZE) + 1

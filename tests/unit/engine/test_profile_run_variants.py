@@ -47,7 +47,8 @@ from baton.engine.worker import outputs
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.tables import CacheArenas
-from baton.engine.worker.shapes import CudaShapes, StepLimits, StepShape
+from baton.engine.worker.backends.cuda_shapes import CudaShapes
+from baton.engine.worker.shapes import StepLimits, StepShape
 from baton.engine.worker.warmup import ProfileRun, padding_steps
 from baton.kernels import fp8
 from baton.kernels.compiler import recording

@@ -17,10 +17,11 @@ from baton.engine.models import load_config, load_model
 from baton.engine.startup.kv_cache import region_of
 from baton.engine.worker import outputs
 from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.batch import Batch
 from baton.engine.worker.inputs import StepInputs
 from baton.engine.worker.runner import ModelRunner
-from baton.engine.worker.shapes import CpuShapes, StepLimits
+from baton.engine.worker.shapes import StepLimits
 from baton.engine.worker.tables import CacheArenas
 from baton.kernels.attention import AttentionBatch
 

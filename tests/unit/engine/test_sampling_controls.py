@@ -38,7 +38,7 @@ def test_ignore_eos_neither_ends_nor_masks(llm: LLM) -> None:
 
 def test_max_tokens_none_goes_on_to_the_models_length(llm: LLM) -> None:
     output = complete(llm, max_tokens=None, ignore_eos=True)
-    assert len(IDS) + len(output.token_ids) == llm.engine.max_model_len
+    assert len(IDS) + len(output.token_ids) == llm.engine.core.config.max_model_len
     assert output.finish_reason == "length"
 
 

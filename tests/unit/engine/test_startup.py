@@ -31,10 +31,10 @@ def test_the_region_says_where_the_blocks_are_and_what_they_look_like(checkpoint
     config = EngineConfig.from_args({"model": str(checkpoint), "dtype": "float32", "num_gpu_blocks_override": 40})
     engine = build_engine(config, connect=seen.append)  # type: ignore[arg-type,func-returns-value]
     assert seen == [engine.region]
-    assert (engine.region.num_blocks, engine.region.caches) == (40, engine.caches)
+    assert engine.region.num_blocks == engine.core.config.num_blocks == 40
     assert engine.region.address % 4096 == 0
     assert "p" in permissions_at(engine.region.address), "shared memory is given no huge pages"
-    assert engine.caches.only.blocks.block_bytes == BLOCK_BYTES
+    assert engine.region.caches.only.blocks.block_bytes == BLOCK_BYTES
 
 
 def permissions_at(address: int) -> str:
@@ -80,33 +80,34 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(build: Any) -> None:
 
 def test_equal_weights_have_equal_fingerprints_and_others_do_not(build: Any) -> None:
     same, other, seeded = (
-        build(num_gpu_blocks_override=4, **args).caches.fingerprint
+        build(num_gpu_blocks_override=4, **args).region.caches.fingerprint
         for args in ({}, {"load_format": "dummy"}, {"load_format": "dummy", "seed": 1})
     )
-    assert same == build(num_gpu_blocks_override=9, max_num_seqs=2).caches.fingerprint
+    assert same == build(num_gpu_blocks_override=9, max_num_seqs=2).region.caches.fingerprint
     assert len({same, other, seeded}) == 3
 
 
 def test_blocks_come_from_the_bytes_given(build: Any) -> None:
-    assert build(kv_cache_memory_bytes=50 * BLOCK_BYTES + 1, max_model_len=160).num_blocks == 50
+    assert build(kv_cache_memory_bytes=50 * BLOCK_BYTES + 1, max_model_len=160).core.config.num_blocks == 50
 
 
 def test_there_are_never_more_blocks_than_the_rows_could_fill(build: Any) -> None:
-    assert build(max_num_seqs=3, max_model_len=100, kv_cache_memory_bytes=1 << 30).num_blocks == 3 * 7
+    assert build(max_num_seqs=3, max_model_len=100, kv_cache_memory_bytes=1 << 30).core.config.num_blocks == 3 * 7
 
 
 def test_a_share_of_free_memory_serves_where_nobody_says(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: 400 * BLOCK_BYTES)
-    assert build().num_blocks == 100
+    assert build().core.config.num_blocks == 100
 
 
 def test_little_memory_shortens_sequences_unless_their_length_was_asked_for(build: Any) -> None:
     short = build(kv_cache_memory_bytes=5 * BLOCK_BYTES)
-    assert (short.max_model_len, short.num_blocks) == (80, 5)
+    assert (short.core.config.max_model_len, short.core.config.num_blocks) == (80, 5)
     with pytest.raises(InvalidEngineConfig, match=f"give at least {7 * BLOCK_BYTES} bytes") as caught:
         build(kv_cache_memory_bytes=5 * BLOCK_BYTES, max_model_len=100)
     assert caught.value.field == "kv_cache_memory_bytes"
-    assert build(num_gpu_blocks_override=5).max_model_len == 80, "what an engine says of itself is what it can serve"
+    fewer = build(num_gpu_blocks_override=5)
+    assert fewer.core.config.max_model_len == 80, "what an engine says of itself is what it can serve"
     with pytest.raises(InvalidEngineConfig, match=r"5 blocks hold 80 tokens, .* give at least 7 blocks") as caught:
         build(num_gpu_blocks_override=5, max_model_len=100)
     assert caught.value.field == "num_gpu_blocks_override"
@@ -153,7 +154,7 @@ def test_what_somebody_else_kept_from_the_garbage_collector_stays_so(build: Any)
 
 
 def test_an_engine_of_a_single_block_warms_up(build: Any) -> None:
-    assert build(num_gpu_blocks_override=1, max_model_len=2).num_blocks == 1
+    assert build(num_gpu_blocks_override=1, max_model_len=2).core.config.num_blocks == 1
 
 
 def test_free_memory_is_the_smaller_of_the_machines_and_the_control_groups() -> None:

@@ -33,9 +33,11 @@ from baton.engine.startup.arenas import draft_bytes
 from baton.engine.startup.kv_cache import allocate_draft_inputs, allocate_on_cpu
 from baton.engine.worker import inputs
 from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.backends.cuda_shapes import CudaShapes
 from baton.engine.worker.runner import ModelRunner
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.shapes import StepLimits
 from baton.engine.worker.tables import CacheArenas
 from baton.kernels.linear.cpu import pack
 from baton.kernels.state_batch import StateBatch

@@ -12,13 +12,14 @@ from torch.nn import functional
 
 from baton.engine.hf_config.errors import WeightsError
 from baton.engine.hf_config.experts import ExpertsConfig
-from baton.engine.layers.base import Layer, Parameter, Share, Slot, TokenRows
+from baton.engine.layers.base import Layer, Parameter, Share, Slot
 from baton.engine.layers.embedding import Embedding
 from baton.engine.layers.linear import Linear, MergedLinear
 from baton.engine.layers.method import PLAIN, LinearMethod, LinearWeight, multiply_stretches
 from baton.engine.layers.mlp import CPU_SLICE, GatedMLP
 from baton.engine.layers.moe import MoE
 from baton.engine.layers.norm import ResidualStream, RMSNorm
+from baton.engine.layers.step_context import TokenRows
 from baton.kernels.activation.reference import activate
 from baton.kernels.linear import Activation
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.hf_config.experts import ExpertsConfig
-from baton.engine.layers.base import Layer, TokenRows
+from baton.engine.layers.base import Layer
 from baton.engine.layers.moe import MoE
+from baton.engine.layers.step_context import TokenRows
 from baton.engine.parallel.dispatch import ExpertDispatch
 from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ALL_ALONE, ExpertSpread, ParallelGroups
 from baton.kernels.p2p import RoutedTokens

@@ -12,7 +12,7 @@ import torch
 
 from baton.engine.core.lockstep import EMPTY_STEP
 from baton.engine.core.messages import EngineRequest
-from baton.engine.layers.attention import GroupCache
+from baton.engine.layers.step_context import GroupCache
 from baton.engine.models import load_config, stub_model
 from baton.engine.parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
 from baton.engine.worker.expert_balance import spread_experts

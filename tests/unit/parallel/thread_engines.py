@@ -31,10 +31,12 @@ from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model
 from baton.engine.parallel.groups import ExpertSpread, ParallelGroups
 from baton.engine.worker.backends.cpu import CpuBackend
+from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.backends.cuda import CudaBackend
+from baton.engine.worker.backends.cuda_shapes import CudaShapes
 from baton.engine.worker.expert_balance import ExpertBalancer, ReviewingRunner
 from baton.engine.worker.runner import ModelRunner
-from baton.engine.worker.shapes import CpuShapes, CudaShapes, StepLimits
+from baton.engine.worker.shapes import StepLimits
 from baton.engine.worker.tables import CacheArenas
 
 from ...helpers.inline_stream import InlineStream

@@ -13,8 +13,7 @@ from baton.kernels.attention import AttentionBatch
 from baton.kernels.sampling import sample_rows
 
 from ....core.layout import BLOCK_SIZE
-from ....layers.attention import GroupCache, StateCache
-from ....layers.base import RankRows
+from ....layers.step_context import GroupCache, RankRows, StateCache
 from ...shapes import StepShape
 from .. import StepParts
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....layers.base import RankRows
+from ....layers.step_context import RankRows
 from ...shapes import StepShape
 from .. import GuessingHead, StepParts
 from .base import Guesser

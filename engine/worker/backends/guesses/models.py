@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....layers.base import RankRows
+from ....layers.step_context import RankRows
 from ...batch import Batch
 from ...shapes import StepShape
 from .. import Model, StepParts

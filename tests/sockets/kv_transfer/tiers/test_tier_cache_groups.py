@@ -95,7 +95,7 @@ def test_restored_blocks_of_all_groups_give_the_same_tokens_as_computed_ones(
     model: Path, expected: Tokens, tmp_path: Path, where: Callable[[Path], TierSettings]
 ) -> None:
     with engine(model, where(tmp_path), num_gpu_blocks_override=FEW, **SIZES) as tiered:
-        full, _ = tiered.engine.caches.groups
+        full, _ = tiered.engine.region.caches.groups
         assert full.kind is CacheKind.FULL
         for _ in range(2):
             assert run_one_by_one(tiered) == expected
@@ -110,7 +110,7 @@ def test_the_next_engine_restores_all_groups_and_computes_damaged_blocks(
 ) -> None:
     with engine(model, disk(tmp_path), **SIZES, num_gpu_blocks_override=FEW) as first:
         run_one_by_one(first)
-        layouts = first.engine.caches.groups
+        layouts = first.engine.region.caches.groups
     folders = sorted(path.name for path in tmp_path.iterdir())
     assert folders == sorted(f"{group.kind}-{group.fingerprint[:12]}" for group in layouts)
     with engine(model, disk(tmp_path), **SIZES, num_gpu_blocks_override=FEW) as second:
@@ -165,7 +165,7 @@ def test_only_blocks_that_are_read_later_are_restored_and_all_of_them_matter(
         store.spoils = spoils
         tokens = tiered.run(PROMPTS[:1])
         assert (tokens == {name: expected[name] for name in tokens}) is not spoils
-        layout, first = tiered.engine.caches.groups[-1], store.region.first_blocks[-1]
+        layout, first = tiered.engine.region.caches.groups[-1], store.region.first_blocks[-1]
         full = [block for block in store.restored if block < first]
         assert len(full) in (LENGTH // BLOCK_SIZE, CHECKPOINT_TOKENS // BLOCK_SIZE)
         most = 1 if layout.window is None else layout.window // BLOCK_SIZE + 1

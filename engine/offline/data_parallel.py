@@ -1,8 +1,8 @@
 """Data-parallel ranks without a server: one process takes the requests, and each rank serves a part of them.
 
-LLM ── SpreadCore ─┬─> EngineCore of data-parallel rank 0, in this process
-                   └──ROUTER──DEALER──> serve_requests: EngineCore of rank 1 ...          requests and aborts
-                    <─────────────────                                                    outputs
+LLM ── DataParallelCore ─┬─> EngineCore of data-parallel rank 0, in this process
+                         └──ROUTER──DEALER──> serve_requests: EngineCore of rank 1 ...          requests and aborts
+                          <─────────────────                                                    outputs
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zmq
 
 from ..core.engine import EngineCore
 from ..core.messages import EngineOutput, EngineRequest
-from ..parallel.watch import inproc_pair
+from ..net.wakeup import WakeupSocket
 
 _READY = b""  # a rank's first message
 _POLL_MS = 200  # how often a wait checks that the other ranks are alive
@@ -45,7 +45,7 @@ class FrontendSockets:
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(self.address)
-        self._bell, self._ringer = inproc_pair(self._context)
+        self._wakeup = WakeupSocket(self._context)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(list[EngineOutput]).decode
 
@@ -58,22 +58,20 @@ class FrontendSockets:
                 ready.add(self._socket.recv_multipart()[0])
         self._remove_folder()  # now, so that even a killed process leaves no folder behind
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """End a waiting `receive`. One other thread may call it."""
-        with contextlib.suppress(zmq.Again):  # it is already ringing
-            self._ringer.send(b"", zmq.NOBLOCK)
+        self._wakeup.wake()
 
     def send(self, rank: int, message: _Add | _Abort) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the rank has gone: `check` will raise
             self._socket.send_multipart([str(rank).encode(), self._encode(message)], zmq.NOBLOCK)
 
     def receive(self, *, wait: bool) -> list[EngineOutput]:
-        """Return the outputs that have arrived. With `wait`, wait briefly for one, or for `ring`."""
+        """Return the outputs that have arrived. With `wait`, wait briefly for one, or for `wake`."""
         outputs: list[EngineOutput] = []
         if wait:
-            zmq.select([self._socket, self._bell], [], [], _POLL_MS / 1000)
-        while self._bell.poll(0):
-            self._bell.recv()
+            zmq.select([self._socket, self._wakeup.socket], [], [], _POLL_MS / 1000)
+        self._wakeup.drain()
         while self._socket.poll(0):
             outputs += self._decode(self._socket.recv_multipart()[1])
         return outputs
@@ -96,7 +94,7 @@ class OfflineCore(Protocol):
     def step(self) -> list[EngineOutput]: ...
 
 
-class SpreadCore:
+class DataParallelCore:
     """Several data-parallel ranks behind the interface of one engine: a request goes to the least loaded rank."""
 
     def __init__(self, core: EngineCore, frontend: FrontendSockets, num_ranks: int, check: Callable[[], None]) -> None:
@@ -106,7 +104,7 @@ class SpreadCore:
         self._check = check
         self._ranks: dict[str, int] = {}  # of every request that has not ended
         self._load = Counter(dict.fromkeys(range(num_ranks), 0))
-        core.when_woken(frontend.ring)
+        core.when_woken(frontend.wake)
 
     def add(self, request: EngineRequest) -> None:
         rank = min(self._load, key=lambda rank: (self._load[rank], rank))
@@ -157,22 +155,16 @@ def serve_requests(core: EngineCore, address: str, rank: int) -> NoReturn:
     socket = context.socket(zmq.DEALER)
     socket.set_hwm(0)
     socket.setsockopt(zmq.IDENTITY, str(rank).encode())
-    bell, ringer = inproc_pair(context)
-
-    def ring() -> None:
-        with contextlib.suppress(zmq.Again):  # it is already ringing
-            ringer.send(b"", zmq.NOBLOCK)
-
-    core.when_woken(ring)
+    wakeup = WakeupSocket(context)
+    core.when_woken(wakeup.wake)
     socket.connect(address)
     socket.send(_READY)
     encode = msgspec.msgpack.Encoder().encode
     decode = msgspec.msgpack.Decoder(_Add | _Abort).decode
     while True:
         if not core.has_work():
-            zmq.select([socket, bell], [], [])
-        while bell.poll(0):
-            bell.recv()
+            zmq.select([socket, wakeup.socket], [], [])
+        wakeup.drain()
         while socket.poll(0):
             match decode(socket.recv()):
                 case _Add(request):
