@@ -142,7 +142,7 @@ def random_prompts(llm: LLM, batch: RandomBatch) -> list[list[int]]:
 
     Raises `ValueError` for requests that max_model_len would cut off: fewer tokens would be generated than counted.
     """
-    longest = llm.engine.max_model_len
+    longest = llm.engine.core.config.max_model_len
     if batch.input_len + batch.output_len > longest:
         raise ValueError(
             f"prompts of {batch.input_len} tokens with answers of {batch.output_len} are longer than max_model_len, "
