@@ -94,9 +94,7 @@ class _ByteStream:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+        return self._utf8.decode(b"", final=True)
 
 
 class _WindowStream:

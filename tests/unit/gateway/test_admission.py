@@ -105,6 +105,9 @@ def test_the_time_of_a_queue_follows_from_what_its_engine_measured(clock: Clock)
     clock.now_s += RENEWED_S
     measured = view(0, num_waiting_tokens=6000, num_requests_waiting=3, step_times=StepTimes(Line(0.0, 1 / 3000)))
     assert admission.retry_after_s([measured]) == 2.0
+    busy = view(1, num_waiting_tokens=9000, step_times=StepTimes(Line(0.0, 1 / 3000)))
+    clock.now_s += RENEWED_S
+    assert admission_of(GatewaySettings(), clock).retry_after_s([engine, busy]) == 2.0, "what others measured counts"
 
 
 async def post(service: Service, key: str) -> httpx.Response:
