@@ -7,11 +7,13 @@ from collections import Counter
 import msgspec
 import pytest
 
+from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.contracts import EngineView, Role
 from baton.cluster.gateway.routing.cost import Load
-from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S
+from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S, PrefixIndex, prefix_names
 from baton.cluster.gateway.routing.rates import CostRates
 from baton.cluster.gateway.routing.router import Path
+from baton.engine.core.block_log import NAME_BYTES, BlocksCached, unpack_names
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.sampling import SamplingParams
 from baton.kv_transfer.protocol.messages import EngineKey
@@ -46,6 +48,9 @@ def test_finished_work_no_longer_counts() -> None:
 
 def test_requests_of_other_gateways_count() -> None:
     assert rank_of(router(), [view(0, num_requests_running=3, outstanding=1), view(1)], [1]) == 1
+    assert (
+        rank_of(router(), [view(0, num_requests_running=3, outstanding=3), view(1, num_requests_running=1)], [1]) == 0
+    )
     assert rank_of(router(), [view(0), view(1, num_requests_waiting=1)], [1]) == 0
 
 
@@ -117,6 +122,16 @@ def test_a_prefix_that_was_just_sent_counts_as_cached_until_the_engine_reports()
     chooser.loads.sent(other)
     assert route(chooser, engines, [*PROMPT, 1]).reason == "least-loaded"
     assert chooser.prefixes.num_expected == 0
+
+
+def test_cached_blocks_behind_expected_ones_count() -> None:
+    packed = prefix_names([*PROMPT, 1], SamplingParams(), "")
+    names, blocks, key = unpack_names(packed), CachedBlocks(100), EngineKey("e0", 0)
+    blocks.apply(BlocksCached(0, packed[NAME_BYTES:]))
+    index = PrefixIndex(Clock())
+    assert index.find(blocks, key, names).pool == 0, "the first block was evicted"
+    index.expect(key, names[:1])
+    assert index.find(blocks, key, names).pool == len(names)
 
 
 def test_a_prefix_whose_request_was_given_up_no_longer_counts() -> None:
