@@ -103,6 +103,15 @@ def test_a_link_that_was_judged_slow_is_tried_again_at_little_cost() -> None:
     assert gateway.route(divided(FAST, num_reads=2)).hands_off
 
 
+def test_a_link_is_not_tried_again_from_an_engine_without_room() -> None:
+    gateway = Gateway()
+    prefill, decode = divided(SLOW)
+    gateway.route([prefill, decode])
+    gateway.clock.now_s += 1.1 * SLOW * len(PROMPT) / LINK_TRIAL_SHARE
+    assert not gateway.route([view(0, Role.PREFILL, num_blocks_free=0), decode]).hands_off
+    assert gateway.route([prefill, decode]).hands_off
+
+
 def two_readers(first: PeerLane, second: PeerLane) -> list[EngineView]:
     """A prefill engine and two decode engines on different nodes, so that no other pair tells about a link."""
     readers = [view(rank, Role.DECODE, node=f"n{rank}", lanes=[each]) for rank, each in ((1, first), (2, second))]

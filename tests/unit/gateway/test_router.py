@@ -185,6 +185,18 @@ def test_a_session_waits_for_its_home_no_longer_than_the_patience() -> None:
         assert rank_of(router(), engines, [1], session_id="s") == expected
 
 
+def test_costs_within_a_twentieth_are_equal() -> None:
+    for waiting, chosen in (1030, {0, 1}), (1090, {0}):
+        engines = [view(0, num_waiting_tokens=1000), view(1, num_waiting_tokens=waiting)]
+        assert {rank_of(router(), engines, [1] * 100, f"{i}") for i in range(20)} == chosen
+
+
+def test_the_patience_of_a_session_is_for_its_home_and_not_for_another_path() -> None:
+    engines = [view(0, Role.PREFILL), view(1, Role.DECODE, cached=PROMPT)]
+    paths = {route(router(), engines, [*PROMPT, 1], session_id=f"{i}").path for i in range(20)}
+    assert paths == {Path.LOCAL_PREFILL}
+
+
 def test_a_full_engine_is_chosen_only_without_another() -> None:
     full, busy = view(0, num_blocks_free=0), view(1, num_requests_running=50)
     assert rank_of(router(), [full, busy], [1] * 20) == 1
@@ -240,6 +252,18 @@ def test_a_decode_engine_with_a_cached_prefix_prefills_the_rest_if_that_is_cheap
     assert route(router(), [prefill, view(1, Role.DECODE)], [1]).hands_off, "a short prompt alone is no reason"
 
 
+@pytest.mark.parametrize(("num_cached", "path"), [(256, Path.LOCAL_PREFILL), (240, Path.DISAGGREGATED)])
+def test_a_decode_engine_needs_256_cached_tokens_to_be_compared(num_cached: int, path: Path) -> None:
+    engines = [view(0, Role.PREFILL, num_waiting_tokens=9000), view(1, Role.DECODE, cached=PROMPT[:num_cached])]
+    assert route(router(), engines, PROMPT[:300]).path is path
+
+
+def test_a_decode_engine_computes_prompts_up_to_the_limit() -> None:
+    chooser, engines = router(local=10), [view(0, Role.DECODE)]
+    assert rank_of(chooser, engines, [1] * 10) == 0
+    assert chooser.route(engines, wanted([1] * 11)) is None
+
+
 def test_a_prompt_avoids_the_queue_of_a_prefill_engine() -> None:
     engines = [view(0, Role.PREFILL, num_waiting_tokens=4000), view(1, Role.PREFILL), view(2, Role.DECODE)]
     assert {rank_of(router(), engines, [1], f"{i}") for i in range(20)} == {1}
@@ -251,6 +275,22 @@ def test_pending_transfers_to_a_decode_engine_count_for_its_link() -> None:
     placement = router(handoff_s=0, decode_request_s=0).decode_placement([far, near], wanted(PROMPT), source)
     assert placement is not None
     assert placement.engine.rank == 1
+
+
+def test_a_reader_is_neither_avoided_nor_full_if_there_is_another() -> None:
+    source, idle, busy = view(0, Role.PREFILL), view(1, Role.DECODE), view(2, Role.DECODE, num_requests_running=9)
+
+    def reader(engines: list[EngineView], *avoided: EngineView) -> int | None:
+        avoid = {engine.record.key for engine in avoided}
+        placement = router().decode_placement(engines, wanted([1] * 20), source.record, avoid)
+        return None if placement is None else placement.engine.rank
+
+    full = view(1, Role.DECODE, num_blocks_free=1)
+    assert reader([idle, busy]) == 1
+    assert reader([idle, busy], idle) == 2
+    assert reader([idle, busy], idle, busy) is None
+    assert reader([full, busy]) == 2
+    assert reader([full]) == 1
 
 
 def draining(engine: EngineView) -> EngineView:
