@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from baton.engine.core.speculation import length
 from baton.engine.core.speculation.length import ALLOWANCE, MOST_IN_A_ROW, Acceptance, DraftLengths, chances
-from baton.engine.core.speculation.step_cost import StepCost
 
 from .draft_simulation import Device, compute_bound, memory_bound, simulate
 
@@ -323,26 +322,3 @@ def test_a_share_is_that_of_the_drafts_that_were_checked() -> None:
     assert acceptance.shares([0.5] * 3) == pytest.approx([3 / 4, 1 / 3, 1.0])
     assert Acceptance(3, kept=0.9, weight=2.0).shares_from(0.4) == pytest.approx([0.4] * 3)
     assert chances([0.5, 0.5, 1.0]) == [0.5, 0.25, 0.25]
-
-
-def test_the_cost_of_a_draft_is_found() -> None:
-    cost, draw = StepCost(), random.Random(0)
-    for _ in range(4):
-        cost.note_plain(8, 0.010)
-    assert cost.plain_s(8) == pytest.approx(0.010)
-    assert cost.plain_s(9) is None
-    assert cost.added_s(16, 0.002) == 0.002, "not known"
-    for _ in range(60):
-        drafts = draw.choice([8, 16, 32])
-        cost.note_drafts(8, drafts, 0.010 + 0.0001 * drafts, 0.010)
-    for tokens in (12, 16, 20, 24, 30, 40, 100):
-        assert cost.added_s(tokens, 0.002) == pytest.approx(0.0001, rel=0.05)
-    assert cost.added_s(1000, 0.002) == 0.002, "too far from what was measured"
-
-
-def test_a_few_normal_measurements_of_guesses_correct_a_delayed_one() -> None:
-    cost = StepCost()
-    cost.note_guesses(8, num_guesses=1, seconds=0.020)
-    for _ in range(3):
-        cost.note_guesses(8, num_guesses=1, seconds=0.0005)
-    assert cost.guess_s(8) < 0.020 / 6
