@@ -250,6 +250,33 @@ def test_steps_that_requests_miss_are_paid_for(sits_out: bool, monkeypatch: pyte
     assert (not any(limits[-15:])) == sits_out
 
 
+def test_steps_that_requests_miss_beside_prompts_leave_the_account_alone() -> None:
+    policy = ready()
+    run(policy, accepted=1.0, steps=50, added_s=0.006)
+    policy.observe_prompts(1008, 0.050)
+    for _ in range(20):
+        limit = policy.begin_step(1, 1000)
+        count = policy.num_drafts_for("a", limit, sits_out=True)
+        assert count > 1
+        policy.settled("a", count, count)
+        policy.observe_prompts(1001 + count, 0.050)
+        assert policy.begin_step(1), "the account must not be overdrawn"
+        assert policy.num_drafts_for("a", 1) == 1
+        policy.settled("a", 1, 1)
+        policy.observe(2, 0.016, 1, 1)
+
+
+def test_a_try_that_succeeded_is_soon_followed_by_another() -> None:
+    policy = ready()
+    run(policy, accepted=0.0, steps=1500, added_s=0.004)
+    steps = [run(policy, accepted=0.0, steps=1, added_s=0.004)[0] for _ in range(300)]
+    assert 1 <= sum(steps) <= 4, "tries have become rare"
+    while not run(policy, accepted=1.0, steps=1, added_s=0.004)[0]:
+        pass
+    later = run(policy, accepted=0.0, steps=20, added_s=0.004)
+    assert (sum(later[:6]), sum(later)) == (0, 1)
+
+
 def test_nothing_is_drafted_before_the_time_without_drafts_is_known() -> None:
     policy = DraftLengths(4)
     assert [policy.begin_step(1) for _ in range(10)] == [0] * 10
