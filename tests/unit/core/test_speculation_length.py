@@ -184,6 +184,10 @@ def test_a_new_reason_to_hope_brings_the_next_try_forward_and_costs_no_more() ->
     assert 0 < sum(given) <= 1 + 2 * ALLOWANCE * len(given), "the account bounds what tries cost"
 
 
+def test_a_batch_whose_drafts_are_never_worth_it_goes_on_trying_some_now_and_then() -> None:
+    assert sum(run(ready(), accepted=0.0, steps=12_000, added_s=0.01)[-2500:]) >= 1
+
+
 def test_one_delayed_try_does_not_end_all_tries() -> None:
     policy = ready()
     count = 0
@@ -346,5 +350,9 @@ def test_a_share_is_that_of_the_drafts_that_were_checked() -> None:
     for accepted in (0, 1, 1, 3):
         acceptance.note(3, accepted)
     assert acceptance.shares([0.5] * 3) == pytest.approx([3 / 4, 1 / 3, 1.0])
+    older = Acceptance(1, kept=0.5, weight=1e-9)
+    older.note(1, 1)
+    older.note(1, 0)
+    assert older.shares([0.5]) == pytest.approx([0.5 / 1.5]), "older drafts weigh less"
     assert Acceptance(3, kept=0.9, weight=2.0).shares_from(0.4) == pytest.approx([0.4] * 3)
     assert chances([0.5, 0.5, 1.0]) == [0.5, 0.25, 0.25]
