@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
@@ -53,6 +53,7 @@ def looked_up(text: Sequence[int], shortest: int, longest: int, most: int) -> li
 
 
 @given(TEXTS, st.integers(1, 3), st.integers(0, 3), st.integers(1, 8), st.integers(0, MOST_PLACES))
+@example([1, 2, 3, 0, 2, 0, 1, 2], 1, 2, 2, 8)  # the longest run is not the newest
 def test_ngram_finds_the_longest_run_and_of_these_the_newest(
     text: list[int], shortest: int, more: int, most: int, num_prompt: int
 ) -> None:
@@ -63,6 +64,7 @@ def test_ngram_finds_the_longest_run_and_of_these_the_newest(
 
 
 @given(TEXTS, st.integers(1, 8), st.lists(st.integers(1, 5), max_size=20))
+@example([7, 1, 2, 5, *[1, 2, 6] * 5, 7, 1, 2], 2, [])  # many newer runs are shorter
 def test_suffix_finds_the_longest_run_too_and_texts_may_grow_in_any_steps(
     text: list[int], most: int, sizes: list[int]
 ) -> None:
