@@ -294,6 +294,24 @@ class TestDecodeSide:
         engine.step()
         engine.check_all_given_back()
 
+    def test_an_abort_gives_prefix_hits_back_at_once_since_no_transfer_writes_them(self) -> None:
+        engine = Harness(config())
+        engine.add(request("a", [5] * 9, max_tokens=1))
+        engine.run()
+        free = engine.core.stats().num_blocks_free
+        engine.add(arriving("b", [5] * 15, max_tokens=3))
+        engine.run()
+        transfer_id = engine.only_pull()
+        engine.core.abort("b")
+        engine.run()
+        stats = engine.core.stats()
+        assert (stats.num_blocks_quarantined, stats.num_blocks_free) == (2, free - 2)
+        engine.connector.fail(transfer_id)
+        engine.connector.release(transfer_id)
+        engine.step()
+        assert engine.core.stats().num_blocks_free == free
+        engine.check_all_given_back()
+
     def test_an_arrival_that_crosses_with_an_abort_frees_the_blocks(self) -> None:
         engine = Harness(config())
         engine.add(arriving("a", [5] * 10, max_tokens=3))
