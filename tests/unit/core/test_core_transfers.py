@@ -389,9 +389,11 @@ class TestDecodeSide:
         engine.add(arriving("b", [5] * 8, max_tokens=12))
         engine.step()
         engine.connector.complete(engine.only_pull())
-        engine.run_to_the_end()
+        engine.run()
         assert engine.core.stats().num_preemptions == 1
-        assert not engine.connector.pulls
+        assert not engine.connector.pulls, "the other engine has released the blocks"
+        assert engine.is_answered("b")
+        engine.run_to_the_end()
 
 
 class TestStrayEvents:
