@@ -95,6 +95,7 @@ async def test_the_time_limit_of_a_recording_and_its_file_are_no_others(
     assert trace is not None
     assert trace.seconds > 0.7, "the limit of the first recording must not end the second one"
 
+    profiler = EngineProfiler("engine-2", "192.0.2.1", thread.run, tmp_path)
     monkeypatch.setattr(profiler_module, "LONGEST_S", 0.0)
     begun = await profiler.start()
     async with asyncio.timeout(20):
