@@ -55,9 +55,7 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """Return the rest of the text at the end: U+FFFD for bytes of an incomplete character."""
-        text = self._stream.flush()
-        self._length += len(text)
-        return text
+        return self._stream.flush()
 
 
 class _Stream(Protocol):
@@ -94,9 +92,7 @@ class _ByteStream:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
+        return self._utf8.decode(b"", final=True)
 
 
 class _WindowStream:

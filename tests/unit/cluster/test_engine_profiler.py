@@ -80,6 +80,33 @@ async def test_a_recording_that_is_not_stopped_ends_by_itself(
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
+async def test_the_time_limit_of_a_recording_and_its_file_are_no_others(
+    thread: StepThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiler = EngineProfiler("engine-1", "192.0.2.1", thread.run, tmp_path)
+    monkeypatch.setattr(profiler_module, "LONGEST_S", 0.4)
+    await profiler.start()
+    await profiler.stop()
+    monkeypatch.setattr(profiler_module, "LONGEST_S", 60.0)
+    await profiler.start()
+    await asyncio.sleep(0.8)
+    trace = await profiler.stop()
+    assert trace is not None
+    assert trace.seconds > 0.7, "the limit of the first recording must not end the second one"
+
+    profiler = EngineProfiler("engine-2", "192.0.2.1", thread.run, tmp_path)
+    monkeypatch.setattr(profiler_module, "LONGEST_S", 0.0)
+    begun = await profiler.start()
+    async with asyncio.timeout(20):
+        while not Path(begun.path).exists():
+            await asyncio.sleep(0.05)
+    monkeypatch.setattr(profiler_module, "LONGEST_S", 60.0)
+    await profiler.start()
+    assert await profiler.stop() is not None
+    assert await profiler.stop() is None, "a recording that nobody asked for is not told in the place of a later one"
+
+
 async def test_a_recording_that_is_just_ending_by_itself_is_returned_and_not_ended_twice(
     thread: StepThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.num_requests = 1
+        self.stalled_s = [0.0]  # of each engine
         self.has_returned_requests = False
         self.failure: ray.exceptions.RayError | None = None
         self.answers = asyncio.Event()
@@ -41,7 +42,7 @@ class Workers:
         await self.answers.wait()
         if self.failure is not None:
             raise self.failure
-        return [EnginePulse(0.0, self.num_requests, 0, 0)]
+        return [EnginePulse(stalled_s, self.num_requests, 0, 0) for stalled_s in self.stalled_s]
 
     async def return_requests(self) -> None:
         self.has_returned_requests = True
@@ -215,6 +216,19 @@ async def test_a_drain_that_begins_during_registration_is_kept() -> None:
     replica.directory.may_answer.set()
     await registering
     assert replica.is_draining
+
+
+async def test_a_group_is_ended_once_if_one_of_its_engines_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "PULSE_S", 0.001)
+    replica = Replica(drain_timeout_s=PATIENCE_S)
+    replica.workers.stalled_s = [0.0, PATIENCE_S + 1, 0.0]
+    await asyncio.wait_for(replica.starts("watch"), PATIENCE_S)
+    assert replica.directory.told == [("leave", None)]
+    assert replica.workers.has_ended
+    why = replica.end
+    assert f"has made no progress for {PATIENCE_S + 1:.0f} s" in why
+    await replica.stands_still()
+    assert (replica.end, replica.directory.told) == (why, [("leave", None)]), "the first reason counts"
 
 
 async def test_a_hanging_group_is_ended_even_if_the_directory_does_not_answer(

@@ -118,6 +118,29 @@ class TestBlockPool:
             evicted += [number for number, each in enumerate(hashes) if not pool.has(each) and number not in evicted]
         assert evicted == [1, 0, 2, 3]
 
+    def test_a_new_block_that_was_evicted_is_not_told(self) -> None:
+        pool = BlockPool(3)
+        pool.track_new_blocks()
+        hashes = block_hashes(TOKENS, 4)
+        table = take_and_register(pool, hashes)
+        pool.release(table)
+        pool.allocate(1)
+        told = [pool.take_new_block(before=pool.num_registered) for _ in range(3)]
+        assert told == [(table[0], hashes[0]), (table[1], hashes[1]), None]
+
+    def test_only_a_free_block_loses_its_content_when_it_is_to_be_forgotten(self) -> None:
+        pool = BlockPool(2)
+        (block_hash,) = hashes = block_hashes(TOKENS[:4], 4)
+        table = take_and_register(pool, hashes)
+        pool.forget_free(block_hash)
+        assert pool.has(block_hash)
+        pool.check()
+        pool.release(table)
+        pool.rank_blocks()
+        pool.forget_free(block_hash)
+        assert not pool.has(block_hash)
+        pool.check()
+
     def test_a_block_that_a_hit_has_taken_does_not_become_dispensable(self) -> None:
         pool = BlockPool(2)
         pool.rank_blocks()

@@ -368,6 +368,33 @@ class TestUp:
         assert list(engine.tiers.restores) == [hung]
         engine.run_to_the_end()
 
+    def test_a_prefix_whose_restore_hangs_is_restored_anew_once_the_tiers_answer(self) -> None:
+        clock = HandClock()
+        engine = with_tiers(clock, num_blocks=32)
+        fill_tiers(engine)
+        assert engine.tiers is not None
+        engine.add(request("hangs", PROMPT, max_tokens=2))
+        engine.run()
+        clock.now_s += RESTORE_TIMEOUT_S + 1
+        engine.step()
+        engine.add(request("another", 9, max_tokens=2))
+        engine.run()
+        engine.tiers.finish_store(min(engine.tiers.stores))
+        engine.step()
+        lose_all_but_quarantined(engine)
+        engine.add(request("later", PROMPT, max_tokens=2))
+        engine.run()
+        assert len(engine.tiers.restores) == 2, "who waits for the one that hangs might wait for ever"
+        engine.run_to_the_end()
+
+    def test_the_block_of_the_last_token_is_no_miss(self) -> None:
+        engine = with_tiers()
+        engine.add(request("a", 2 * BLOCK_SIZE, max_tokens=1))
+        engine.run_to_the_end()
+        stats = engine.core.stats().tiers
+        assert stats is not None
+        assert stats.misses == 1
+
     def test_new_prompts_that_were_nowhere_are_counted_as_misses_and_used_prefixes_are_touched(self) -> None:
         engine = with_tiers()
         fill_tiers(engine)

@@ -46,6 +46,9 @@ def test_what_is_cached_does_not_count_unless_it_has_to_be_computed_again() -> N
     assert waiting(harness) == 5
     harness.add(request("b", behind(PREFIX, 3), prompt_logprobs=0))
     assert waiting(harness) == 5 + 17, "every position of it has to run"
+    for request_id, left in {"a": 17, "b": 0}.items():
+        harness.core.abort(request_id)
+        assert waiting(harness) == left
 
 
 def test_what_several_prompts_share_counts_once_and_until_the_last_of_them_is_gone() -> None:

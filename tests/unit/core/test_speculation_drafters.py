@@ -6,13 +6,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.core.speculation.drafter import DraftedRequest, Drafter
 from baton.engine.core.speculation.ngram import NgramDrafter
-from baton.engine.core.speculation.suffix import RECENT_TOKENS, SuffixDrafter, most_frequent
+from baton.engine.core.speculation.suffix import ANSWER_TOKENS, RECENT_TOKENS, SuffixDrafter, most_frequent
 from baton.engine.core.speculation.token_index import MOST_PLACES, SEPARATOR, TokenIndex
 
 FEW_TOKENS = st.integers(0, 3)
@@ -53,6 +53,7 @@ def looked_up(text: Sequence[int], shortest: int, longest: int, most: int) -> li
 
 
 @given(TEXTS, st.integers(1, 3), st.integers(0, 3), st.integers(1, 8), st.integers(0, MOST_PLACES))
+@example([1, 2, 3, 0, 2, 0, 1, 2], 1, 2, 2, 8)  # the longest run is not the newest
 def test_ngram_finds_the_longest_run_and_of_these_the_newest(
     text: list[int], shortest: int, more: int, most: int, num_prompt: int
 ) -> None:
@@ -63,6 +64,7 @@ def test_ngram_finds_the_longest_run_and_of_these_the_newest(
 
 
 @given(TEXTS, st.integers(1, 8), st.lists(st.integers(1, 5), max_size=20))
+@example([7, 1, 2, 5, *[1, 2, 6] * 5, 7, 1, 2], 2, [])  # many newer runs are shorter
 def test_suffix_finds_the_longest_run_too_and_texts_may_grow_in_any_steps(
     text: list[int], most: int, sizes: list[int]
 ) -> None:
@@ -101,6 +103,32 @@ def test_the_longest_match_of_own_text_and_recent_answers_decides(
         options = [place for place, length in runs(shared, text, 24).items() if length == other]
         assert any(guess[:1] == ([] if shared[place] == SEPARATOR else [shared[place]]) for place in options)
     assert SEPARATOR not in guess
+
+
+def test_of_equal_matches_that_in_the_own_text_decides_then_that_in_the_newest_answers() -> None:
+    drafter = suffix()
+    drafter.learn([1, 2, 3, 8, 9], "")
+    drafter.start(DraftedRequest("a", [1, 2, 3, 5, 6, 1, 2, 3]))
+    assert drafter.propose("a", 2) == [5, 6]
+    drafter.start(DraftedRequest("b", [0, 1, 2, 3]))
+    drafter.learn([1, 2, 3, 7, 7], "")
+    assert drafter.propose("b", 2) == [7, 7]
+
+
+def test_of_a_long_answer_the_end_is_learnt() -> None:
+    drafter, answer = suffix(), list(range(ANSWER_TOKENS + 100))
+    drafter.learn(answer, "")
+    for start, guess in (0, []), (ANSWER_TOKENS, answer[ANSWER_TOKENS + 8 : ANSWER_TOKENS + 10]):
+        drafter.start(DraftedRequest("a", answer[start : start + 8]))
+        assert drafter.propose("a", 2) == guess
+        drafter.end("a")
+
+
+def test_salts_without_answers_are_forgotten() -> None:
+    drafter = suffix(cached=4)
+    for number in range(20):
+        drafter.learn([1, 2, 3], f"salt {number}")
+    assert len(drafter.recent.salts) <= 4
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

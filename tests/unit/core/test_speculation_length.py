@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from baton.engine.core.speculation import length
 from baton.engine.core.speculation.length import ALLOWANCE, MOST_IN_A_ROW, Acceptance, DraftLengths, chances
-from baton.engine.core.speculation.step_cost import StepCost
 
 from .draft_simulation import Device, compute_bound, memory_bound, simulate
 
@@ -186,6 +184,10 @@ def test_a_new_reason_to_hope_brings_the_next_try_forward_and_costs_no_more() ->
     assert 0 < sum(given) <= 1 + 2 * ALLOWANCE * len(given), "the account bounds what tries cost"
 
 
+def test_a_batch_whose_drafts_are_never_worth_it_goes_on_trying_some_now_and_then() -> None:
+    assert sum(run(ready(), accepted=0.0, steps=12_000, added_s=0.01)[-2500:]) >= 1
+
+
 def test_one_delayed_try_does_not_end_all_tries() -> None:
     policy = ready()
     count = 0
@@ -250,6 +252,33 @@ def test_steps_that_requests_miss_are_paid_for(sits_out: bool, monkeypatch: pyte
         policy.observe(4 + sum(drafts), 0.01, sum(drafts), 0)
     assert any(limits)
     assert (not any(limits[-15:])) == sits_out
+
+
+def test_steps_that_requests_miss_beside_prompts_leave_the_account_alone() -> None:
+    policy = ready()
+    run(policy, accepted=1.0, steps=50, added_s=0.006)
+    policy.observe_prompts(1008, 0.050)
+    for _ in range(20):
+        limit = policy.begin_step(1, 1000)
+        count = policy.num_drafts_for("a", limit, sits_out=True)
+        assert count > 1
+        policy.settled("a", count, count)
+        policy.observe_prompts(1001 + count, 0.050)
+        assert policy.begin_step(1), "the account must not be overdrawn"
+        assert policy.num_drafts_for("a", 1) == 1
+        policy.settled("a", 1, 1)
+        policy.observe(2, 0.016, 1, 1)
+
+
+def test_a_try_that_succeeded_is_soon_followed_by_another() -> None:
+    policy = ready()
+    run(policy, accepted=0.0, steps=1500, added_s=0.004)
+    steps = [run(policy, accepted=0.0, steps=1, added_s=0.004)[0] for _ in range(300)]
+    assert 1 <= sum(steps) <= 4, "tries have become rare"
+    while not run(policy, accepted=1.0, steps=1, added_s=0.004)[0]:
+        pass
+    later = run(policy, accepted=0.0, steps=20, added_s=0.004)
+    assert (sum(later[:6]), sum(later)) == (0, 1)
 
 
 def test_nothing_is_drafted_before_the_time_without_drafts_is_known() -> None:
@@ -321,28 +350,9 @@ def test_a_share_is_that_of_the_drafts_that_were_checked() -> None:
     for accepted in (0, 1, 1, 3):
         acceptance.note(3, accepted)
     assert acceptance.shares([0.5] * 3) == pytest.approx([3 / 4, 1 / 3, 1.0])
+    older = Acceptance(1, kept=0.5, weight=1e-9)
+    older.note(1, 1)
+    older.note(1, 0)
+    assert older.shares([0.5]) == pytest.approx([0.5 / 1.5]), "older drafts weigh less"
     assert Acceptance(3, kept=0.9, weight=2.0).shares_from(0.4) == pytest.approx([0.4] * 3)
     assert chances([0.5, 0.5, 1.0]) == [0.5, 0.25, 0.25]
-
-
-def test_the_cost_of_a_draft_is_found() -> None:
-    cost, draw = StepCost(), random.Random(0)
-    for _ in range(4):
-        cost.note_plain(8, 0.010)
-    assert cost.plain_s(8) == pytest.approx(0.010)
-    assert cost.plain_s(9) is None
-    assert cost.added_s(16, 0.002) == 0.002, "not known"
-    for _ in range(60):
-        drafts = draw.choice([8, 16, 32])
-        cost.note_drafts(8, drafts, 0.010 + 0.0001 * drafts, 0.010)
-    for tokens in (12, 16, 20, 24, 30, 40, 100):
-        assert cost.added_s(tokens, 0.002) == pytest.approx(0.0001, rel=0.05)
-    assert cost.added_s(1000, 0.002) == 0.002, "too far from what was measured"
-
-
-def test_a_few_normal_measurements_of_guesses_correct_a_delayed_one() -> None:
-    cost = StepCost()
-    cost.note_guesses(8, num_guesses=1, seconds=0.020)
-    for _ in range(3):
-        cost.note_guesses(8, num_guesses=1, seconds=0.0005)
-    assert cost.guess_s(8) < 0.020 / 6

@@ -11,8 +11,10 @@ import pytest
 
 from baton.cluster.contracts import Role
 from baton.cluster.gateway.errors import ApiError
+from baton.cluster.gateway.routing.load import Placement
 from baton.cluster.gateway.routing.rates import RENEWED_S, CostRates, LearntRates
 from baton.cluster.gateway.serving.admission import MAX_RETRY_S, WINDOW_S, AdmissionControl
+from baton.cluster.gateway.serving.attempt import Attempt
 from baton.cluster.gateway.settings import GatewaySettings, QueueLimits
 from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 from baton.engine.core.pace import Line, StepTimes
@@ -105,6 +107,9 @@ def test_the_time_of_a_queue_follows_from_what_its_engine_measured(clock: Clock)
     clock.now_s += RENEWED_S
     measured = view(0, num_waiting_tokens=6000, num_requests_waiting=3, step_times=StepTimes(Line(0.0, 1 / 3000)))
     assert admission.retry_after_s([measured]) == 2.0
+    busy = view(1, num_waiting_tokens=9000, step_times=StepTimes(Line(0.0, 1 / 3000)))
+    clock.now_s += RENEWED_S
+    assert admission_of(GatewaySettings(), clock).retry_after_s([engine, busy]) == 2.0, "what others measured counts"
 
 
 async def post(service: Service, key: str) -> httpx.Response:
@@ -200,6 +205,20 @@ async def test_errors_about_load_say_whether_gpu_time_was_spent(
     assert response.status_code == status, response.text
     assert response.json()["error"].get("gpu_time_spent") is spent
     assert (status == 503) is ("retry-after" in response.headers)
+
+
+@pytest.mark.parametrize("was_scheduled", [False, True])
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_refused_attempts_and_those_that_timed_out_in_the_queue_cost_no_gpu_time(
+    kind: ErrorKind, was_scheduled: bool
+) -> None:
+    no_stream: Any = None
+    refusals = {ErrorKind.OVERLOADED, ErrorKind.INVALID, ErrorKind.TOO_LONG}
+    in_queue = kind is ErrorKind.TIMED_OUT and not was_scheduled
+    for has_output in (False, True):
+        attempt = Attempt(Placement(view(0).record, 5), no_stream, 0.0, has_output=has_output)
+        attempt.note_error(EngineError(kind, "x"), was_scheduled=was_scheduled)
+        assert attempt.has_run is (has_output or not (in_queue or kind in refusals))
 
 
 async def test_the_last_event_of_a_failed_stream_says_that_gpu_time_was_spent(start: Callable[..., Service]) -> None:

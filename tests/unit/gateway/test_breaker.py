@@ -28,6 +28,7 @@ from baton.engine.core.messages import EngineError, EngineRequest, ErrorKind
 
 from ...helpers.fake_cluster import FakeEngine
 from ...helpers.gateway_service import Clock, Service
+from .engine_views import view
 
 LIMITS = BreakerSettings(failures=3, window_s=10.0, open_s=5.0)
 OPENED = 'baton_circuits_opened_total{kind="%s"}'
@@ -115,6 +116,30 @@ def test_a_failed_trial_opens_the_circuit_for_the_same_time_again(clock: Clock) 
     assert circuit.lets_through
 
 
+def test_after_a_trial_that_succeeds_earlier_failures_do_not_count(clock: Clock) -> None:
+    circuit = in_state(CircuitState.HALF_OPEN, clock)
+    circuit.sent("trial")
+    circuit.succeeded()
+    assert [circuit.failed() for _ in range(LIMITS.failures)] == [False] * (LIMITS.failures - 1) + [True]
+
+
+@pytest.mark.parametrize("event", ["an attempt", "a failure"])
+def test_a_circuit_is_kept_while_it_has_events(event: str, clock: Clock) -> None:
+    breakers, idle_s = Breakers(LIMITS, clock), IDLE_PERIODS * (LIMITS.window_s + LIMITS.open_s)
+    breakers.failed(PEER)
+    clock.now_s += 0.9 * idle_s
+    if event == "an attempt":
+        breakers.sent([PEER], "attempt")
+    else:
+        breakers.failed(PEER)
+    clock.now_s += 0.9 * idle_s
+    breakers.failed((("other", 2),))
+    assert breakers.num_circuits == 2
+    clock.now_s += 0.9 * idle_s
+    breakers.failed((("other", 2),))
+    assert breakers.num_circuits == 1, "the first circuit has had no events for long enough"
+
+
 def test_circuits_of_processes_that_are_gone_are_forgotten(clock: Clock) -> None:
     breakers = Breakers(LIMITS, clock)
     for number in range(1000):
@@ -129,6 +154,14 @@ def test_no_state_is_kept_for_engines_that_never_failed(clock: Clock) -> None:
     breakers.succeeded([PEER])
     breakers.left([PEER], "attempt")
     assert breakers.num_circuits == 0
+
+
+def test_readers_of_another_fingerprint_do_not_keep_a_prefill_engine_in_use(clock: Clock) -> None:
+    source, reader, other = view(0, Role.PREFILL), view(1, Role.DECODE), view(2, Role.DECODE, fingerprint="other")
+    breakers = Breakers(LIMITS, clock)
+    for _ in range(LIMITS.failures):
+        breakers.failed((source.record.key, reader.record.key))
+    assert breakers.closed_to([source, reader, other]) == {source.record.key}
 
 
 def fails(engine: FakeEngine, kind: ErrorKind) -> None:

@@ -103,6 +103,15 @@ def test_a_link_that_was_judged_slow_is_tried_again_at_little_cost() -> None:
     assert gateway.route(divided(FAST, num_reads=2)).hands_off
 
 
+def test_a_link_is_not_tried_again_from_an_engine_without_room() -> None:
+    gateway = Gateway()
+    prefill, decode = divided(SLOW)
+    gateway.route([prefill, decode])
+    gateway.clock.now_s += 1.1 * SLOW * len(PROMPT) / LINK_TRIAL_SHARE
+    assert not gateway.route([view(0, Role.PREFILL, num_blocks_free=0), decode]).hands_off
+    assert gateway.route([prefill, decode]).hands_off
+
+
 def two_readers(first: PeerLane, second: PeerLane) -> list[EngineView]:
     """A prefill engine and two decode engines on different nodes, so that no other pair tells about a link."""
     readers = [view(rank, Role.DECODE, node=f"n{rank}", lanes=[each]) for rank, each in ((1, first), (2, second))]
@@ -236,6 +245,38 @@ def test_a_slow_link_between_nodes_counts_for_pairs_without_a_new_measurement() 
     assert known_s == pytest.approx(1.0)
 
 
+def test_what_was_measured_at_pairing_counts_for_the_pair_itself_and_against_older_reads() -> None:
+    gateway, prefill = Gateway(), [view(0, Role.PREFILL), view(2, Role.PREFILL)]
+
+    def seconds(*lanes: PeerLane) -> list[float]:
+        gateway.clock.now_s += RENEWED_S
+        reader = view(1, Role.DECODE, lanes=lanes)
+        gateway.rates.renew([*prefill, reader])
+        return [gateway.rates.read_s(reader, source.record).at(1000) for source in prefill]
+
+    guessed = 1000 / GUESSES.node_tokens_per_s
+    assert seconds(lane("e0", SLOW, 0)) == pytest.approx([1.0, guessed]), "another pair may be faster"
+    for number in range(NEWEST):
+        seconds(lane("e2", SLOW, number + 1))
+    assert seconds(lane("e0", FAST, 0), lane("e2", SLOW, NEWEST)) == pytest.approx([0.001, 1.0])
+
+
+def test_a_pair_that_was_parted_has_no_figure_any_more() -> None:
+    gateway, source = Gateway(), view(0, Role.PREFILL)
+    for lanes, seconds in ([lane("e0", SLOW, 0)], 1.0), ([lane("e9", SLOW, 0)], 1000 / GUESSES.node_tokens_per_s):
+        reader = view(1, Role.DECODE, lanes=lanes)
+        gateway.rates.renew([source, reader])
+        assert gateway.rates.read_s(reader, source.record).at(1000) == pytest.approx(seconds)
+
+
+def test_figures_of_links_are_kept_only_of_engines_seen_lately() -> None:
+    gateway = Gateway()
+    gateway.route(divided(FAST))
+    gateway.clock.now_s += STALE_S + RENEWED_S
+    gateway.rates.renew([view(5)])
+    assert gateway.rates.known == {"e5"}
+
+
 def steps(prefill_s: float, step_s: float = 0.01, request_s: float = 1e-5) -> StepTimes:
     return StepTimes(Line(0.0, prefill_s), Line(step_s, request_s))
 
@@ -249,6 +290,22 @@ def test_engines_without_a_measurement_are_rated_by_what_others_measured() -> No
     gateway.clock.now_s += RENEWED_S
     gateway.rates.renew(engines)
     assert [gateway.rates.prefill_s(each, 1000) for each in engines] == pytest.approx([1000 * slow] * 2)
+
+
+def test_of_two_engines_the_faster_one_stands_for_those_without_a_measurement() -> None:
+    gateway, new = Gateway(), view(2)
+    gateway.rates.renew([view(0, step_times=steps(1e-3)), view(1, step_times=steps(1e-5)), new])
+    assert gateway.rates.prefill_s(new, 1000) == pytest.approx(0.01)
+
+
+def test_measurements_take_precedence_over_new_settings_at_once() -> None:
+    gateway, engines = Gateway(), [view(0, step_times=steps(1e-4, request_s=1e-3)), view(1)]
+    gateway.rates.renew(engines)
+    guesses = CostRates(prefill_tokens_per_s=1.0, decode_request_s=99.0)
+    gateway.rates.reconfigure(guesses)
+    gateway.rates.renew(engines)
+    assert gateway.rates.prefill_s(engines[1], 1000) == pytest.approx(0.1)
+    assert gateway.rates.request_s(engines[1]) == pytest.approx(1e-3 * guesses.answer_tokens)
 
 
 @pytest.mark.parametrize(("factor", "counts"), [(0.9 * ALIKE, False), (1.5 * ALIKE, True)])

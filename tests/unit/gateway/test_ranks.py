@@ -134,10 +134,12 @@ async def test_a_pinned_rank_that_dies_is_waited_for_and_never_replaced(start: C
     assert (await ask(service, 3)).status_code == 400, "the gateway must know by now that the rank is gone"
 
 
-async def test_all_gateways_are_listed_with_the_ranks_that_they_reach(start: Callable[..., Service]) -> None:
+async def test_all_serving_gateways_are_listed_with_the_ranks_that_they_reach(start: Callable[..., Service]) -> None:
     service = start_mix(start, HYBRID, gateway_id="here")
     node_a = Reach(mode=LoadBalancing.HYBRID, node_id="a")
-    service.cluster.gateways = [make_gateway("here", reach=HYBRID, port=8001), make_gateway("there", reach=node_a)]
+    starting = msgspec.structs.replace(make_gateway("starting"), is_serving=False)
+    there = make_gateway("there", reach=node_a)
+    service.cluster.gateways = [make_gateway("here", reach=HYBRID, port=8001), starting, there]
     table = (await service.http.get("/v1/cluster/ranks")).json()
     assert table["gateway"] == "here"
     assert [(g["gateway"], g["port"], g["load_balancing"], g["ranks"]) for g in table["gateways"]] == [

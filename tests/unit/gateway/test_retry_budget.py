@@ -101,6 +101,17 @@ async def test_retries_of_overloaded_engines_cost_budget_from_the_first_on(start
     assert sum(len(engine.submitted) for engine in service.cluster.members) == 3 + 1 + 1
 
 
+async def test_a_retry_is_paid_once_although_its_answer_is_handed_over(start: Callable[..., Service]) -> None:
+    budget = {"retry_budget": 0.0, "retry_budget_min": 1}
+    service = start(Role.PREFILL, Role.DECODE, **budget, capacity_timeout_s=0.5, local_prefill_max_tokens=0)
+    lost = [EngineError(ErrorKind.KV_LOST, "no link")]
+    service.cluster.fault = lambda engine, request: lost.pop() if lost and request.kv_source is not None else None
+    response = await service.complete(list(range(5, 50)), max_tokens=6, ignore_eos=True)
+    assert response.status_code == 200, response.text
+    assert not lost
+    assert [len(engine.submitted) for engine in service.cluster.members] == [2, 2]
+
+
 async def test_a_request_that_waits_for_the_budget_continues_once_there_is_some(
     start: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:

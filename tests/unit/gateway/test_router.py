@@ -7,11 +7,13 @@ from collections import Counter
 import msgspec
 import pytest
 
+from baton.cluster.cached_blocks import CachedBlocks
 from baton.cluster.contracts import EngineView, Role
 from baton.cluster.gateway.routing.cost import Load
-from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S
+from baton.cluster.gateway.routing.prefix_index import REPORT_DELAY_S, PrefixIndex, prefix_names
 from baton.cluster.gateway.routing.rates import CostRates
 from baton.cluster.gateway.routing.router import Path
+from baton.engine.core.block_log import NAME_BYTES, BlocksCached, unpack_names
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.sampling import SamplingParams
 from baton.kv_transfer.protocol.messages import EngineKey
@@ -46,6 +48,9 @@ def test_finished_work_no_longer_counts() -> None:
 
 def test_requests_of_other_gateways_count() -> None:
     assert rank_of(router(), [view(0, num_requests_running=3, outstanding=1), view(1)], [1]) == 1
+    assert (
+        rank_of(router(), [view(0, num_requests_running=3, outstanding=3), view(1, num_requests_running=1)], [1]) == 0
+    )
     assert rank_of(router(), [view(0), view(1, num_requests_waiting=1)], [1]) == 0
 
 
@@ -119,6 +124,16 @@ def test_a_prefix_that_was_just_sent_counts_as_cached_until_the_engine_reports()
     assert chooser.prefixes.num_expected == 0
 
 
+def test_cached_blocks_behind_expected_ones_count() -> None:
+    packed = prefix_names([*PROMPT, 1], SamplingParams(), "")
+    names, blocks, key = unpack_names(packed), CachedBlocks(100), EngineKey("e0", 0)
+    blocks.apply(BlocksCached(0, packed[NAME_BYTES:]))
+    index = PrefixIndex(Clock())
+    assert index.find(blocks, key, names).pool == 0, "the first block was evicted"
+    index.expect(key, names[:1])
+    assert index.find(blocks, key, names).pool == len(names)
+
+
 def test_a_prefix_whose_request_was_given_up_no_longer_counts() -> None:
     chooser = router()
     first = route(chooser, [view(0)], PROMPT).placement
@@ -168,6 +183,18 @@ def test_a_session_waits_for_its_home_no_longer_than_the_patience() -> None:
     for num_running, expected in {few: home, many: 1 - home}.items():
         engines[home] = view(home, num_requests_running=num_running)
         assert rank_of(router(), engines, [1], session_id="s") == expected
+
+
+def test_costs_within_a_twentieth_are_equal() -> None:
+    for waiting, chosen in (1030, {0, 1}), (1090, {0}):
+        engines = [view(0, num_waiting_tokens=1000), view(1, num_waiting_tokens=waiting)]
+        assert {rank_of(router(), engines, [1] * 100, f"{i}") for i in range(20)} == chosen
+
+
+def test_the_patience_of_a_session_is_for_its_home_and_not_for_another_path() -> None:
+    engines = [view(0, Role.PREFILL), view(1, Role.DECODE, cached=PROMPT)]
+    paths = {route(router(), engines, [*PROMPT, 1], session_id=f"{i}").path for i in range(20)}
+    assert paths == {Path.LOCAL_PREFILL}
 
 
 def test_a_full_engine_is_chosen_only_without_another() -> None:
@@ -225,6 +252,18 @@ def test_a_decode_engine_with_a_cached_prefix_prefills_the_rest_if_that_is_cheap
     assert route(router(), [prefill, view(1, Role.DECODE)], [1]).hands_off, "a short prompt alone is no reason"
 
 
+@pytest.mark.parametrize(("num_cached", "path"), [(256, Path.LOCAL_PREFILL), (240, Path.DISAGGREGATED)])
+def test_a_decode_engine_needs_256_cached_tokens_to_be_compared(num_cached: int, path: Path) -> None:
+    engines = [view(0, Role.PREFILL, num_waiting_tokens=9000), view(1, Role.DECODE, cached=PROMPT[:num_cached])]
+    assert route(router(), engines, PROMPT[:300]).path is path
+
+
+def test_a_decode_engine_computes_prompts_up_to_the_limit() -> None:
+    chooser, engines = router(local=10), [view(0, Role.DECODE)]
+    assert rank_of(chooser, engines, [1] * 10) == 0
+    assert chooser.route(engines, wanted([1] * 11)) is None
+
+
 def test_a_prompt_avoids_the_queue_of_a_prefill_engine() -> None:
     engines = [view(0, Role.PREFILL, num_waiting_tokens=4000), view(1, Role.PREFILL), view(2, Role.DECODE)]
     assert {rank_of(router(), engines, [1], f"{i}") for i in range(20)} == {1}
@@ -236,6 +275,22 @@ def test_pending_transfers_to_a_decode_engine_count_for_its_link() -> None:
     placement = router(handoff_s=0, decode_request_s=0).decode_placement([far, near], wanted(PROMPT), source)
     assert placement is not None
     assert placement.engine.rank == 1
+
+
+def test_a_reader_is_neither_avoided_nor_full_if_there_is_another() -> None:
+    source, idle, busy = view(0, Role.PREFILL), view(1, Role.DECODE), view(2, Role.DECODE, num_requests_running=9)
+
+    def reader(engines: list[EngineView], *avoided: EngineView) -> int | None:
+        avoid = {engine.record.key for engine in avoided}
+        placement = router().decode_placement(engines, wanted([1] * 20), source.record, avoid)
+        return None if placement is None else placement.engine.rank
+
+    full = view(1, Role.DECODE, num_blocks_free=1)
+    assert reader([idle, busy]) == 1
+    assert reader([idle, busy], idle) == 2
+    assert reader([idle, busy], idle, busy) is None
+    assert reader([full, busy]) == 2
+    assert reader([full]) == 1
 
 
 def draining(engine: EngineView) -> EngineView:

@@ -101,6 +101,11 @@ def test_ids_beyond_the_vocabulary_give_no_text(byte_level: Tokenizer) -> None:
     assert stream(byte_level, [byte_level.vocab_size + 5]) == ["", ""]
 
 
+def test_a_token_without_text_is_not_the_first_word(sentence_piece: Tokenizer) -> None:
+    word = sentence_piece.encode("hello", add_special_tokens=False)
+    assert "".join(stream(sentence_piece, [sentence_piece.vocab_size + 5, *word])) == "hello"
+
+
 def offsets_of(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
     detokenizer, offsets = IncrementalDetokenizer(tokenizer, skip_special_tokens=False), []
     for token in tokens:
