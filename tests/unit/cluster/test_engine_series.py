@@ -97,6 +97,7 @@ FIELDS: dict[type[msgspec.Struct], dict[str, str]] = {  # series -> field that i
         "jit_compilations_after_ready": "num_late_compilations",
         "num_preemptions_total": "num_preemptions",
         "engine_steps_total": "num_steps",
+        "decode_yield_seconds_total": "yielded_s",
         "engine_prompt_tokens_total": "prompt_tokens",
         "engine_generation_tokens_total": "generation_tokens",
         "prefix_cache_queries_total": "prefix_cache_queries",
