@@ -21,6 +21,7 @@ from baton.engine.core.engine import EngineCore
 from baton.engine.core.logprobs import Logprobs
 from baton.engine.core.messages import EngineOutput
 from baton.engine.core.sampling import MAX_LOGPROBS
+from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import Chunk, ChunkResult, RowStart, StepPlan, StepResult
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.settings import LocalEngine
@@ -94,7 +95,7 @@ def main(key: str, config: str, step_s: str) -> None:
     core_config = EngineCoreConfig(**json.loads(config))
     runner = QuickRunner(core_config.vocab_size)
     runner.make_ready()
-    engine = SteadyEngine(core_config, runner)
+    engine = SteadyEngine(Scheduler(core_config), runner)
     engine.step_s = float(step_s)
     server = EngineServer(engine, LocalEngine(ENGINE_ID, EPOCH, "127.0.0.1", ClusterKey.from_bytes(key.encode())))
     server.start()
