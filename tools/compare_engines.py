@@ -31,7 +31,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,13 @@ def engine_process(options: argparse.Namespace, name: str, model: Path) -> None:
 # The process that starts the others
 
 
-def started(options: argparse.Namespace, name: str, model: Path, kv_gib: float | None) -> turns.Started:
+def started(
+    options: argparse.Namespace,
+    name: str,
+    model: Path,
+    kv_gib: float | None,
+    environment: Mapping[str, str] | None = None,
+) -> turns.Started:
     """Start the process of an engine."""
     path = options.baton_path if name == "baton" else options.vllm_path
     words = [sys.executable, __file__, str(model), "--process", name, "--work", options.work]
@@ -153,7 +159,15 @@ def started(options: argparse.Namespace, name: str, model: Path, kv_gib: float |
     words += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
     words += ["--kv-gib", str(kv_gib)] if kv_gib is not None else []
     log = Path(options.out).with_suffix(f".{model.name}.{name}.log")
-    return turns.Started(words, log, {"PYTHONPATH": path} if path else {})
+    return turns.Started(words, log, dict(environment or {}, **({"PYTHONPATH": path} if path else {})))
+
+
+def keep(options: argparse.Namespace, name: str, model: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """Append an engine's figures to `--out`, and print them; none: it has failed."""
+    row = {"model": model.name, "engine": name, "work": options.work, **(results[0] if results else {"failed": True})}
+    with Path(options.out).open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -163,16 +177,9 @@ def compare(options: argparse.Namespace) -> None:
     asked = [(name, model, gib) for name in options.engines for model, gib in zip(models, sizes, strict=True)]
     batches = [asked] if options.together else [[each] for each in asked]
     for batch in batches:
-        processes = [(*each, started(options, *each)) for each in batch]
-        ready = [process for *_, process in processes if process.is_ready()]
-        for name, model, _, process in processes:
-            figures = process.work() if process in ready else []
-            process.end()
-            row: dict[str, Any] = {"model": model.name, "engine": name, "work": options.work}
-            row |= figures[0] if figures else {"failed": True}
-            with Path(options.out).open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
-            print(json.dumps(row), flush=True)
+        programs = [started(options, *each) for each in batch]
+        for (name, model, _), results in zip(batch, turns.take_turns(programs), strict=True):
+            keep(options, name, model, results)
 
 
 def table(path: Path) -> str:

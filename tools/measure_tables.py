@@ -23,11 +23,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import compare_engines
 import model_shapes
 import turns
 
@@ -54,6 +54,28 @@ class Comparison:
     vllm: Mapping[str, Any] = field(default_factory=dict)  # more arguments of vLLM's `LLM`
     vllm_environment: Mapping[str, str] = field(default_factory=dict)
     cells: Sequence[str] = ()  # of a pair
+
+    def engine_options(self, options: argparse.Namespace) -> argparse.Namespace:
+        """Return what `compare_engines.py` is told of this comparison."""
+        given: dict[str, dict[str, Any]] = {"baton": {}, "vllm": dict(self.vllm)}
+        if self.drafts is not None:
+            named = {name: _in_folder(value, options.folder) for name, value in self.drafts.items()}
+            told = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": self.accepted}
+            given["baton"]["speculative_config"] = named
+            given["vllm"]["speculative_config"] = named | told
+        return argparse.Namespace(
+            **{side: json.dumps(more) for side, more in given.items()},
+            work="standard" if self.drafts is None else "drafts",
+            load_format="auto" if self.weights else "dummy",
+            kv_cache_dtype=self.kv_cache_dtype,
+            baton_path=options.baton_path,
+            vllm_path=options.vllm_path,
+            out=str(options.folder / "engines.jsonl"),
+        )
+
+
+def _in_folder(value: object, folder: Path) -> object:
+    return value.replace("{folder}", str(folder)) if isinstance(value, str) else value
 
 
 TABLES: dict[str, list[Comparison]] = {
@@ -93,35 +115,19 @@ TABLES: dict[str, list[Comparison]] = {
 # What is started
 
 
-def engine_words(comparison: Comparison, side: str, options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return the command of one engine, and its environment."""
-    more: dict[str, Any] = dict(comparison.vllm) if side == "vllm" else {}
-    if comparison.drafts is not None:
-        named = {name: _in_folder(value, options.folder) for name, value in comparison.drafts.items()}
-        given = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": comparison.accepted}
-        more["speculative_config"] = named | (given if side == "vllm" else {})
-    words = [sys.executable, str(TOOLS / "compare_engines.py"), str(options.folder / comparison.shape)]
-    words += ["--process", side, f"--{side}", json.dumps(more), "--kv-gib", str(comparison.kv_gib[0])]
-    words += ["--load-format", "auto" if comparison.weights else "dummy"]
-    words += ["--work", "standard" if comparison.drafts is None else "drafts"]
-    words += ["--kv-cache-dtype", comparison.kv_cache_dtype] if comparison.kv_cache_dtype else []
-    path = options.vllm_path if side == "vllm" else options.baton_path
-    return words, {"PYTHONPATH": path} if path else {}
-
-
-def _in_folder(value: object, folder: Path) -> object:
-    return value.replace("{folder}", str(folder)) if isinstance(value, str) else value
-
-
-def pair_words(
-    comparison: Comparison, side: str, port: int, options: argparse.Namespace
-) -> tuple[list[str], dict[str, str]]:
-    """Return the command of a pair of engines, which also measures them, and its environment."""
-    words = [sys.executable, str(TOOLS / "compare_servers.py"), str(options.folder / comparison.shape), "--in-turn"]
+def started(comparison: Comparison, side: str, port: int, options: argparse.Namespace) -> turns.Started:
+    """Start one side of a comparison: an engine, or a pair behind a port, whose process also measures it."""
+    environment = dict(comparison.vllm_environment if side == "vllm" else {})
+    model = options.folder / comparison.shape
+    if not comparison.cells:
+        told = comparison.engine_options(options)
+        return compare_engines.started(told, side, model, comparison.kv_gib[0], environment)
+    words = [sys.executable, str(TOOLS / "compare_servers.py"), str(model), "--in-turn"]
     words += ["--servers", f"{side}-pd", "--gpus", "0", "--port", str(port), "--cells", *comparison.cells]
     words += ["--kv-gib", *map(str, comparison.kv_gib), "--baton", options.baton, "--vllm", options.vllm]
     words += ["--out", str(options.folder / "servers.jsonl")]
-    return words, {"PYTHONPATH": options.vllm_path} if options.vllm_path else {}
+    environment |= {"PYTHONPATH": options.vllm_path} if options.vllm_path else {}
+    return turns.Started(words, options.folder / f"{comparison.shape}.{side}-pd.log", environment)
 
 
 def batches(comparisons: Sequence[Comparison], gpu_gib: float) -> Iterator[list[Comparison]]:
@@ -154,46 +160,15 @@ def write_models(comparisons: Sequence[Comparison], folder: Path) -> None:
 
 
 def measure(batch: Sequence[Comparison], side: str, meanwhile: str, options: argparse.Namespace) -> None:
-    """Start one side of all comparisons, and measure them one after the other."""
-    began_s = time.monotonic()
-    others = subprocess.Popen(meanwhile, shell=True) if meanwhile else None
-    running = []
-    for number, comparison in enumerate(batch):
-        if comparison.cells:
-            words, environment = pair_words(comparison, side, FIRST_PORT + number * PORTS, options)
-        else:
-            words, environment = engine_words(comparison, side, options)
-        environment |= comparison.vllm_environment if side == "vllm" else {}
-        log = options.folder / f"{comparison.shape}.{side}{'-pd' if comparison.cells else ''}.log"
-        running.append((comparison, turns.Started(words, log, environment)))
-    try:
-        with ThreadPoolExecutor() as pool:
-            ready = list(pool.map(lambda each: each[1].is_ready(), running))
-        if others is not None:
-            others.wait()
-        say(f"{side}: {sum(ready)} of {len(ready)} ready after {time.monotonic() - began_s:.0f} s")
-        for comparison, process in running:
-            began_s = time.monotonic()
-            rows = process.work(options.turn_s)
-            process.end()
-            if not comparison.cells:
-                keep(comparison, side, rows, options.folder)
-            say(f"{side} {comparison.shape}: {len(rows)} rows in {time.monotonic() - began_s:.0f} s")
-    finally:
-        for _, process in running:
-            process.end()
-
-
-def keep(comparison: Comparison, side: str, rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    work = "standard" if comparison.drafts is None else "drafts"
-    row = {"model": comparison.shape, "engine": side, "work": work, **(rows[0] if rows else {"failed": True})}
-    with (folder / "engines.jsonl").open("a") as lines:
-        lines.write(json.dumps(row) + "\n")
-    say(json.dumps(row))
-
-
-def say(text: str) -> None:
-    print(time.strftime("%H:%M:%S"), text, flush=True)
+    """Start one side of all comparisons, run a command, and measure them one after the other."""
+    programs = [started(each, side, FIRST_PORT + number * PORTS, options) for number, each in enumerate(batch)]
+    if meanwhile:
+        subprocess.run(meanwhile, shell=True, check=False)
+    for comparison, results in zip(batch, turns.take_turns(programs, options.turn_s), strict=True):
+        if not comparison.cells:
+            told = comparison.engine_options(options)
+            compare_engines.keep(told, side, options.folder / comparison.shape, results)
+        print(time.strftime("%H:%M:%S"), side, comparison.shape, f"{len(results)} rows", flush=True)
 
 
 def main() -> None:

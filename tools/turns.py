@@ -76,3 +76,19 @@ class Started:
     def _lines(self) -> Iterator[str]:
         assert self.process.stdout is not None
         return (line.strip() for line in self.process.stdout)
+
+
+def take_turns(programs: Sequence[Started], most_s: float | None = None) -> Iterator[list[dict[str, Any]]]:
+    """Wait until all programs have started, and yield the results of each, in order. All have ended afterwards.
+
+    A program that has failed has no results. `most_s`: see `Started.work`.
+    """
+    try:
+        ready = [program for program in programs if program.is_ready()]
+        for program in programs:
+            results = program.work(most_s) if program in ready else []
+            program.end()
+            yield results
+    finally:
+        for program in programs:
+            program.end()

@@ -37,15 +37,8 @@ class Board:
         self.is_closed = True
 
 
-class Clock:
-    now_s = 5.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_a_step_waits_from_the_one_before_only_while_others_have_enough_prompts() -> None:
-    board, clock = Board(), Clock()
+    board, clock = Board(), HandClock()
     yielding = Yielding(board, 0.03, clock)
     board.others_s = 1.0
     assert yielding.wait_s(0.009) == 0.0, "the first step has none before it"
@@ -63,7 +56,7 @@ def test_a_step_waits_from_the_one_before_only_while_others_have_enough_prompts(
 
 
 def test_short_steps_wait_for_a_short_time() -> None:
-    board, clock = Board(), Clock()
+    board, clock = Board(), HandClock()
     yielding = Yielding(board, 0.03, clock)
     board.others_s = 1.0
     yielding.launched()
@@ -80,7 +73,7 @@ class SharedGpu:
 
     def __init__(self, prompt_len: int, output_len: int, num_clients: int, interval_s: float) -> None:
         self.prompt_len, self.output_len = prompt_len, output_len
-        self.clock, self.board = Clock(), Board()
+        self.clock, self.board = HandClock(), Board()
         self.yielding = Yielding(self.board, interval_s, self.clock)
         self.waiting, self.num_drawn, self.gaps = [0.0] * num_clients, 0, list[float]()
         self.first_s: list[float] = []
