@@ -147,7 +147,9 @@ class EngineCore:
         if plan is not None:
             self._pending.append(self.runner.launch(plan))
         if self._yielding is not None:
-            self._tell_others(self._yielding, has_launched=plan is not None)
+            if plan is not None:
+                self._yielding.launched()
+            self._yielding.publish(self.scheduler.backlog_s())
         if self._pending and (plan is None or len(self._pending) >= self.config.depth):
             result = self._pending.popleft().result()
             if self._yielding is not None and not self._pending:
@@ -155,8 +157,3 @@ class EngineCore:
             if result.step != EMPTY_STEP:
                 return self.scheduler.settle(result)
         return self.scheduler.take_outputs()
-
-    def _tell_others(self, yielding: Yielding, *, has_launched: bool) -> None:
-        if has_launched:
-            yielding.launched()
-        yielding.publish(self.scheduler.backlog_s())

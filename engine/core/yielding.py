@@ -41,7 +41,7 @@ class Yielding:
         self._interval_s = interval_s
         self._clock = clock
         self._launched_s = self._ended_s = -interval_s  # the newest step
-        self._waits = False
+        self._due_s = -interval_s  # until when a step had to wait the last time
         self.waited_s = 0.0  # since the start
 
     def publish(self, backlog_s: float) -> None:
@@ -53,9 +53,8 @@ class Yielding:
     def launched(self) -> None:
         """Note that a step is launched now."""
         now = self._clock()
-        if self._waits:
-            self.waited_s += now - self._ended_s
-            self._waits = False
+        if self._ended_s >= self._launched_s:  # none is in flight
+            self.waited_s += max(0.0, min(self._due_s, now) - self._ended_s)
         self._launched_s = now
 
     def ended(self) -> None:
@@ -64,8 +63,8 @@ class Yielding:
 
     def wait_s(self, step_s: float) -> float:
         """Return the seconds until the next decode step should be launched; 0: now. Such steps take `step_s`."""
-        left_s = self._launched_s + min(self._interval_s, step_s / LEAST_SHARE) - self._clock()
-        if left_s <= 0 or self._board.others_backlog_s() < LEAST_BACKLOG_S:
+        due_s, now = self._launched_s + min(self._interval_s, step_s / LEAST_SHARE), self._clock()
+        if due_s <= now or self._board.others_backlog_s() < LEAST_BACKLOG_S:
             return 0.0
-        self._waits = True
-        return left_s
+        self._due_s = due_s
+        return due_s - now

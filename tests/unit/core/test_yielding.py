@@ -52,7 +52,25 @@ def test_a_step_waits_from_the_one_before_only_while_others_have_enough_prompts(
     clock.now_s += 0.0201
     assert yielding.wait_s(0.009) == 0.0
     yielding.launched()
-    assert yielding.waited_s == pytest.approx(0.0201)
+    assert yielding.waited_s == pytest.approx(0.02)
+
+
+def test_only_the_time_for_which_a_step_had_to_wait_counts() -> None:
+    board, clock = Board(), HandClock()
+    yielding = Yielding(board, 0.03, clock)
+    board.others_s = 1.0
+    yielding.launched()
+    clock.now_s += 0.01
+    yielding.ended()
+    assert yielding.wait_s(0.009) > 0
+    clock.now_s += 10.0  # nothing was left to compute
+    yielding.launched()
+    assert yielding.waited_s == pytest.approx(0.02)
+    clock.now_s += 0.01
+    assert yielding.wait_s(0.009) > 0
+    board.others_s = 0.0
+    yielding.launched()  # while a step is in flight
+    assert yielding.waited_s == pytest.approx(0.02)
 
 
 def test_short_steps_wait_for_a_short_time() -> None:
@@ -205,7 +223,7 @@ def test_while_an_engine_yields_it_only_takes_in_what_it_has_launched(depth: int
     assert core.wait_s() == 0.0
     core.step()
     assert core.stats().num_steps == num_steps + 1
-    assert core.stats().yielded_s == pytest.approx(left_s + 0.001)
+    assert core.stats().yielded_s == pytest.approx(left_s)
 
 
 def test_an_engine_with_prompts_of_its_own_does_not_yield() -> None:
