@@ -5,7 +5,7 @@
 
     hybrids   models with several kinds of caches, equal weights in files
     fp8       weights and cache in 8 bits
-    drafts    draft layers, and a draft model
+    drafts    draft layers, an EAGLE-3 head and a draft model
     pairs     a prefill and a decode engine, over HTTP
 
 vLLM takes minutes to start, so as many engines as fit into the memory start at the same time. Then each is measured
@@ -80,8 +80,8 @@ def _in_folder(value: object, folder: Path) -> object:
 
 TABLES: dict[str, list[Comparison]] = {
     "hybrids": [
-        Comparison("gpt-oss-20b", 56, [12], weights=True),
         Comparison("gemma3-4b", 57, [46]),
+        Comparison("gpt-oss-20b", 56, [12], weights=True),
         Comparison("qwen3-next-8", 42, [10], weights=True, vllm=TRITON_PREFILL),
     ],
     "fp8": [
@@ -98,9 +98,16 @@ TABLES: dict[str, list[Comparison]] = {
             vllm=TRITON_PREFILL,
         ),
         Comparison(
+            "qwen3-8b-32k",
+            30,
+            [10],
+            drafts={"method": "eagle3", "model": "{folder}/qwen3-8b-32k-eagle3", "num_speculative_tokens": 3},
+            accepted=3.75,
+        ),
+        Comparison(
             "qwen3-8b",
-            44,
-            [20],
+            34,
+            [10],
             drafts={"method": "draft_model", "model": "{folder}/qwen3-0.6b", "num_speculative_tokens": 3},
             accepted=3.7,
         ),
@@ -188,9 +195,9 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends the engines first
     comparisons = [comparison for table in options.tables for comparison in TABLES[table]]
-    write_models(comparisons, options.folder)
     meanwhile = options.meanwhile
     for batch in batches(comparisons, options.gpu_gib):
+        write_models(batch, options.folder)
         for side in options.sides:
             measure(batch, side, meanwhile, options)
             meanwhile = ""

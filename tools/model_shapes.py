@@ -77,6 +77,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3-8b": QWEN3_8B,
+    # An EAGLE-3 head, and the model that it drafts for: with random numbers that both share it is nearly always right,
+    # if it knows all tokens.
+    "qwen3-8b-32k": QWEN3_8B | {"vocab_size": 32000},
+    "qwen3-8b-32k-eagle3": QWEN3_8B
+    | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "vocab_size": 32000,
+        "draft_vocab_size": 32000,
+    },
     "qwen3-8b-fp8": QWEN3_8B
     | {
         "quantization_config": {

@@ -63,10 +63,11 @@ def rows(file: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_engines_that_fit_start_together_and_work_one_after_the_other(tmp_path: Path, peers: Path) -> None:
     folder = tmp_path / "out"
-    run(folder, peers, "--tables", "fp8", "drafts", "--meanwhile", f"touch {tmp_path}/ran")
+    run(folder, peers, "--tables", "fp8", "drafts", "--gpu-gib", "160", "--meanwhile", f"touch {tmp_path}/ran")
     assert (tmp_path / "ran").exists()
     found = [(row["engine"], row["model"], row["work"]) for row in rows(folder / "engines.jsonl")]
-    models = [("qwen3-8b-fp8", "standard"), ("qwen3-next-8-mtp", "drafts"), ("qwen3-8b", "drafts")]
+    drafted = [(name, "drafts") for name in ("qwen3-next-8-mtp", "qwen3-8b-32k", "qwen3-8b")]
+    models = [("qwen3-8b-fp8", "standard"), *drafted]
     assert found == [(side, *model) for side in ("vllm", "baton") for model in models]
     assert not any("failed" in row for row in rows(folder / "engines.jsonl"))
     notes = [line.split() for line in (folder / "notes").read_text().splitlines()]
@@ -74,7 +75,7 @@ def test_engines_that_fit_start_together_and_work_one_after_the_other(tmp_path: 
         dict.fromkeys((what, model) for what, model, of in notes if of == side) for side in ("vllm", "baton.engine")
     ]
     for turn in turns:
-        assert {what for what, _ in list(turn)[:3]} == {"ready"}
+        assert {what for what, _ in list(turn)[: len(models)]} == {"ready"}
         assert [model for what, model in turn if what == "works"] == [model for model, _ in models]
     options = json.loads((folder / "qwen3-8b" / "options").read_text())
     assert options["speculative_config"]["model"] == str(folder / "qwen3-0.6b")
