@@ -111,8 +111,8 @@ def drafts(
 
     `acceptance` is the share of right guesses. Prompts are cached, so their prefill is not part of the time.
     `baseline_throughput` is that of an engine without speculation, `spec_decode_acceptance_length` the tokens drawn in
-    a step with drafts. If `engine_args` have a `speculative_config`, that is measured instead, and `num_drafts` and
-    `acceptance` have no effect.
+    a step with drafts, and `spec_decode_num_drafts` how often a request had any in a step. If `engine_args` have a
+    `speculative_config`, that is measured instead, and `num_drafts` and `acceptance` have no effect.
 
     With `edit_every`, predictions are the known answers with one edit in every `edit_every` tokens. The engine's
     drafter is then `suffix`, unless `engine_args` have another that uses predictions. Throughputs ending in
@@ -146,7 +146,7 @@ def drafts(
                 predictions = {prompt: edited(known[prompt], edit_every, vocab_size) for prompt in without.answers}
             before = _checked(llm)
             measured = _decode(llm, batch, temperature, predictions)
-            result = _figures(batch, without, measured) | _acceptance_length(before, _checked(llm))
+            result = _figures(batch, without, measured) | _of_drafts(before, _checked(llm))
             if edit_every is not None:
                 result |= _figures_of_edits(without, measured)
             results.append(result)
@@ -186,11 +186,12 @@ def _figures(batch: RandomBatch, without: _Decoded, measured: _Decoded) -> dict[
     }
 
 
-def _acceptance_length(before: SpeculationStats, after: SpeculationStats) -> dict[str, float]:
-    """Return the tokens drawn in a step with drafts, from the statistics before and after."""
+def _of_drafts(before: SpeculationStats, after: SpeculationStats) -> dict[str, float]:
+    """Return how often a request had drafts in a step, and the tokens drawn then, from statistics before and after."""
     num_steps = after.num_drafts - before.num_drafts
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
-    return {"spec_decode_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0}
+    length = 1 + num_accepted / num_steps if num_steps else 1.0
+    return {"spec_decode_num_drafts": num_steps, "spec_decode_acceptance_length": length}
 
 
 def _figures_of_edits(without: _Decoded, measured: _Decoded) -> dict[str, float]:

@@ -18,9 +18,9 @@ prediction. An account bounds what this may cost:
     with drafts    - its time beyond that of steps without drafts for as many tokens
 
 The account starts with the time of `LOAN_STEPS` steps, which is also its maximum. While it is negative there are no
-drafts. So however wrong the estimates are, speculation makes n steps longer by no more than
-`ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n. After `MOST_IN_A_ROW` steps with drafts there is one without, so
-that the time of such steps stays known.
+drafts. So speculation makes n steps longer by no more than `ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n, however
+wrong the estimates are, except that of the time without drafts: all else is compared with it. So that it stays right,
+`_RESTS` steps without drafts follow `MOST_IN_A_ROW` with drafts, and fewer while it rests on few measurements.
 
 A step that something else delayed makes drafts look dear, and only drafts can correct that. So a try waits until the
 account holds its estimated cost, or `_ENOUGH_STEPS`, and `step_cost` forgets. After a few delayed steps drafts are back
@@ -51,6 +51,7 @@ ALLOWANCE = 0.015  # share of the time that drafts may cost in vain
 LOAN_STEPS = 3.0
 _ENOUGH_STEPS = 2.0  # on the account, for a try at any cost
 MOST_IN_A_ROW = 64
+_RESTS = 2  # steps, of which only the last one counts (`step_cost`)
 _LEAST_CHANCE = 0.06  # drafts with less chance are not worth it, however little they cost
 _MARGIN = 1.1  # because estimates err, and a draft takes the scheduler's time, too
 _FIRST_PRIOR = 0.6  # share of drafts that are accepted, while nothing is known
@@ -100,6 +101,8 @@ class DraftLengths:
         self._reviewed = 0  # the step in which the threshold was computed
         self._reviewed_for = (0, False)  # its number of requests, and whether it read prompts
         self._in_a_row = 0  # steps with drafts
+        self._num_rests = 0  # steps that are to have no drafts
+        self._was_plain = False  # the newest settled step had no drafts, guesses or prompts
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
         self._guessed_step = 0  # the newest step for which the device makes guesses; the account has paid for them
         self._num_missed = 0  # requests that missed a step because of drafts in the step being settled
@@ -123,13 +126,15 @@ class DraftLengths:
 
     def _limit_of(self, num_requests: int, num_prompt_tokens: int) -> int:
         plain_s = self._cost.plain_s(num_requests)
-        self._is_measured = plain_s is None or self._in_a_row >= MOST_IN_A_ROW
+        if self._in_a_row >= min(MOST_IN_A_ROW, 2 << self._cost.num_plain(num_requests)):
+            self._in_a_row, self._num_rests = 0, _RESTS
+        self._is_measured = plain_s is None or self._num_rests > 0
         if plain_s is None or self._account_s is None:
             return 0
-        if self._account_s < 0 and self._guessed_step != self._step:
+        if self._num_rests:
+            self._num_rests -= 1
             return 0
-        if self._in_a_row >= MOST_IN_A_ROW:
-            self._in_a_row = 0
+        if self._account_s < 0 and self._guessed_step != self._step:
             return 0
         kind = num_requests, num_prompt_tokens > 0
         if self._reviewed_for != kind or self._step - self._reviewed >= _REVIEWED:
@@ -278,10 +283,11 @@ class DraftLengths:
         """
         num_requests = num_tokens - num_drafts
         num_missed, self._num_missed = self._num_missed, 0
+        follows_plain, self._was_plain = self._was_plain, not num_drafts and not num_guesses
         if num_requests <= 0 or seconds <= 0:
             return
-        if not num_drafts and not num_guesses:
-            self._cost.note_plain(num_requests, seconds)
+        if self._was_plain:
+            self._cost.note_plain(num_requests, seconds, follows_plain=follows_plain)
         plain_s = self._cost.plain_s(num_requests)
         if plain_s is None:
             return
@@ -302,7 +308,7 @@ class DraftLengths:
 
     def observe_prompts(self, num_tokens: int, seconds: float) -> None:
         """Note the time of a step of `num_tokens` tokens, most of them of prompts."""
-        self._num_missed = 0
+        self._num_missed, self._was_plain = 0, False
         self._prompt_s = _KEPT * self._prompt_s + seconds
         self._prompt_tokens = _KEPT * self._prompt_tokens + num_tokens
 

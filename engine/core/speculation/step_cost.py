@@ -3,14 +3,18 @@
     seconds of a step = plain(requests) + drafts * added(tokens)
 
 `plain` is known only for about those numbers of requests for which it was measured, since it is the base for what
-speculation gains or loses. `added` is interpolated between the sizes that were measured. Without a measurement, a draft
-is taken to cost as much as a request. Where memory bandwidth bounds a step it costs far less, as a first try shows.
+speculation gains or loses. On a device that works while the next step is planned, the time between the ends of two
+steps of different kinds is that of neither; so a step without drafts counts if the one before it had none either, and
+others only until there is such a one. `added` is interpolated between the sizes that were measured. Without a
+measurement, a draft is taken to cost as much as a request. Where memory bandwidth bounds a step it costs far less, as a
+first try shows.
 
 Sizes within a fifth of each other share a measurement, so memory is bounded: 4 entries for each doubling.
 
-A figure that one delayed step made too high keeps away the drafts that would correct it. So `plain` and `added` of a
-size are forgotten when up to 2 * `_KEPT_STEPS` steps have not measured them again, and a guess that takes less time
-than known weighs more than one that takes longer.
+A figure that one delayed step made too high misleads for long: too high an `added` keeps away the drafts that would
+correct it, and beside too high a `plain` every draft looks cheap. So both are forgotten when up to 2 * `_KEPT_STEPS`
+steps have not measured them again. What is faster than known weighs more than what is slower, and a `plain` of more
+than `_MOST_TIMES` the new measurement is replaced by it.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from bisect import bisect
 from dataclasses import dataclass
 
 _NEWEST = 0.2  # weight of a new measurement against all older ones
-_FASTER = 0.5  # the same for guesses that took less time: no disturbance makes them faster
+_FASTER = 0.5  # the same for steps without drafts and for guesses that took less time: no disturbance makes them faster
 _MOST_TIMES = 2.0  # the most that a measurement counts for, as a multiple of the expected time
 _TRUSTED = 2  # measurements; with fewer, the time may be an outlier
 _KEPT_STEPS = 512  # times are then measured anew, also because sequences have become longer or shorter
@@ -36,6 +40,7 @@ class _Plain:
     """Steps without drafts."""
 
     seconds: float
+    follows_plain: bool  # else only steps after others are known
     count: int = 0
     noted: int = 0  # number of the newest such step, among all steps
 
@@ -55,6 +60,11 @@ class StepCost:
         """Return the time of a step without drafts; None if it was not measured."""
         plain = self._plain.get(_bin(num_requests))
         return plain.seconds if plain is not None and plain.count >= _TRUSTED and not self._is_old(plain) else None
+
+    def num_plain(self, num_requests: int) -> int:
+        """Return how many measurements `plain_s` rests on."""
+        plain = self._plain.get(_bin(num_requests))
+        return plain.count if plain is not None else 0
 
     def _is_old(self, plain: _Plain) -> bool:
         return self._num_noted - plain.noted > _KEPT_STEPS
@@ -87,17 +97,24 @@ class StepCost:
         known = self._guess.get(size, each)
         self._guess[size] = known + (_FASTER if each < known else _NEWEST) * (each - known)
 
-    def note_plain(self, num_requests: int, seconds: float) -> None:
+    def note_plain(self, num_requests: int, seconds: float, *, follows_plain: bool = True) -> None:
+        """Note the time of a step without drafts. `follows_plain`: the step before had none either, and no prompts."""
         self._begin_note()
         size = _bin(num_requests)
         plain = self._plain.get(size)
         if plain is None or self._is_old(plain):
-            plain = self._plain[size] = _Plain(seconds)
+            plain = self._plain[size] = _Plain(seconds, follows_plain)
+        elif plain.follows_plain and not follows_plain:
+            return
+        elif plain.follows_plain != follows_plain or _MOST_TIMES * seconds < plain.seconds:
+            plain.seconds = seconds
         elif plain.count >= _TRUSTED:
             seconds = min(seconds, _MOST_TIMES * plain.seconds)
+        plain.follows_plain = follows_plain
         plain.count += 1
         plain.noted = self._num_noted
-        plain.seconds += max(_NEWEST, 1 / plain.count) * (seconds - plain.seconds)
+        weight = _FASTER if seconds < plain.seconds else _NEWEST
+        plain.seconds += max(weight, 1 / plain.count) * (seconds - plain.seconds)
 
     def longest_s(self, num_requests: int, num_drafts: int, plain_s: float) -> float:
         """Return the longest time that drafts can explain. A step that took longer was delayed by something else."""
