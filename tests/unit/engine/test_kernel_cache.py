@@ -20,7 +20,7 @@ import logging, random, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 from baton.engine import LLM, SamplingParams
 llm = LLM(sys.argv[1], skip_tokenizer_init=True, enable_prefix_caching=False, max_num_seqs=16,
-          max_num_batched_tokens=128, gpu_memory_utilization=0.3)
+          max_num_batched_tokens=128, kv_cache_memory_bytes=256 << 20)
 rng = random.Random(1)
 for controls in (
     {"temperature": 1.0},
