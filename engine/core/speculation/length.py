@@ -50,7 +50,7 @@ from .step_cost import StepCost
 ALLOWANCE = 0.015  # share of the time that drafts may cost in vain
 LOAN_STEPS = 3.0
 _ENOUGH_STEPS = 2.0  # on the account, for a try at any cost
-MOST_IN_A_ROW = 64
+MOST_IN_A_ROW = 128
 _RESTS = 2  # steps, of which only the last one counts (`step_cost`)
 _LEAST_CHANCE = 0.06  # drafts with less chance are not worth it, however little they cost
 _MARGIN = 1.1  # because estimates err, and a draft takes the scheduler's time, too
