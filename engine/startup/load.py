@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,10 +22,14 @@ from ..parallel.rank_group import RankGroup
 from ..worker.expert_balance import ExpertBalancer, ReviewingRunner
 from .device import DeviceStartup, RankContext
 from .device_board import board_of
-from .kv_cache import allocate_arenas, available_memory_bytes, region_of
+from .kv_cache import allocate_arenas, region_of
+from .kv_size import KVSize, check_blocks_fit, size_kv_cache
+from .memory import CpuMemory, GpuMemory, available_memory_bytes, usable_gpu_bytes
 from .phases import Phases
 from .step_sizes import StepSizes, step_sizes
-from .weight_counts import check_weights_fit, usable_gpu_bytes
+from .weight_counts import check_weights_fit
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
 
@@ -67,8 +72,8 @@ def load_member(context: RankContext, membership: RankGroup, compiler: Compiler 
     with phases("weights"):
         model = startup.load_weights()
     with phases("kv_cache"):
-        longest, fitting = startup.size_kv_cache(model)
-        max_model_len, *sizes = widest.all_min([longest, *fitting])
+        fitting = _size_kv_cache(context, steps, startup.measure_memory(model))
+        max_model_len, *sizes = widest.all_min([fitting.max_model_len, *fitting.blocks_by_group])
         arenas = allocate_arenas(startup.allocate, context.own_caches, sizes)
     balancer = ExpertBalancer.of(model, context.groups, moves=config.enable_eplb)
 
@@ -116,6 +121,16 @@ def _step_sizes(context: RankContext) -> StepSizes:
     """Return the sizes of steps on which all ranks of the group agree: the smallest that any of them can have."""
     sizes = step_sizes(context.config, context.model_config, context.gpu_memory_bytes)
     return StepSizes(*context.groups.widest.all_min(sizes))
+
+
+def _size_kv_cache(context: RankContext, steps: StepSizes, memory: CpuMemory | GpuMemory) -> KVSize:
+    """Return the blocks that this rank has memory for. Raises `InvalidEngineConfig`."""
+    config, caches, context_len = context.config, context.own_caches, context.model_config.max_model_len
+    size = size_kv_cache(config, memory, caches, max_num_seqs=steps.max_num_seqs, context_len=context_len)
+    check_blocks_fit(config, caches, size, memory.left_bytes)
+    if size.shortened is not None:
+        logger.warning("%s", size.shortened)
+    return size
 
 
 def _startup_on(context: RankContext, steps: StepSizes, phases: Phases, compiler: Compiler | None) -> DeviceStartup:
