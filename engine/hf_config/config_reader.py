@@ -29,7 +29,7 @@ from .errors import InvalidModelConfig, MaxModelLenTooLong, UnsupportedArchitect
 from .experts import checked_experts
 from .folder import ModelFolder, read_eos_token_ids, read_generation
 from .keys import Keys
-from .model_config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
+from .model_config import DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
 from .quantization import read_quantization
 from .rope import NO_ROPE, ProportionalRope, Rope, default_positions, reachable_positions
 from .rope_reader import read_query_growth, read_rope, read_ropes_by_window, read_rotary_fraction
@@ -52,23 +52,19 @@ def read_config(
     dtype: str = "auto",
     max_model_len: int | None = None,
     load_format: str = "auto",
-    kv_cache_dtype: str = "auto",
     seed: int = 0,
-    window_caches: bool = False,
-    drafts: bool = False,
 ) -> ModelConfig:
     """Return the configuration of the checkpoint in `folder`, read by the rules of its architecture.
 
-    `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the KV cache.
-    `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times as
-    many. `load_format` "auto" and "safetensors" load the weights in the folder; "dummy" draws random weights from
-    `seed` and needs only config.json. With `window_caches`, layers with a window cache only the tokens in it. With
-    `drafts`, the model's first draft layer is loaded and run, too, or all of them if each drafts one token. Raises
-    `ModelError`.
+    `dtype` "auto" is the checkpoint's own. `max_model_len` defaults to the model's positions; a rope with linear or
+    dynamic scaling allows `factor` times as many. `load_format` "auto" and "safetensors" load the weights in the
+    folder; "dummy" draws random weights from `seed` and needs only config.json. How an engine caches and drafts is not
+    read here: it is chosen afterwards (`ModelConfig.with_fp8_cache`, `with_draft_layers`, `window_caches`).
+
+    Raises `ModelError`.
     """
     _require_choice("load_format", load_format, LOAD_FORMATS)
     _require_choice("dtype", dtype, ("auto", *DTYPES))
-    _require_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     files = ModelFolder.open(Path(folder), with_weights=load_format != "dummy")
     rules, is_text_part = _rules(files.config, architectures())
     if is_text_part:
@@ -88,7 +84,8 @@ def read_config(
         folder=files.path,
         rules=rules,
         **computed,
-        **_cached(kv_cache_dtype, computed_in, files.checkpoint, computed["latent"]),
+        cache_dtype=computed_in,
+        has_cache_scales=files.checkpoint is not None and files.checkpoint.has_cache_scales,
         num_draft_layers=_num_draft_layers(keys),
         dtype=computed_in,
         max_model_len=max_model_len,
@@ -96,29 +93,22 @@ def read_config(
         generation=read_generation(files.generation),
         load_format=load_format,
         seed=seed,
-        window_caches=window_caches,
         identity=identity_of(computed, files.checkpoint, seed),
         is_text_part=is_text_part,
     )
-    if not drafts:
-        return config
-    config = config.with_draft_layers()
-    if files.checkpoint is not None:
-        _require_draft_layers(config, files.checkpoint)
-    return config
+    return dataclasses.replace(config, num_stored_draft_layers=_num_stored_draft_layers(config, files.checkpoint))
 
 
-def _require_draft_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raise `UnsupportedModel` if draft layers of config.json are missing in the checkpoint, as in converted ones."""
+def _num_stored_draft_layers(config: ModelConfig, checkpoint: Checkpoint | None) -> int:
+    """Return how many of the draft layers have tensors in the checkpoint. All have dummy weights if there is none."""
     rules = config.rules.draft
-    if rules is None:
-        return
-    for number in range(config.num_run_draft_layers):
+    if rules is None or checkpoint is None:
+        return config.num_draft_layers
+    for number in range(config.num_draft_layers):
         path = rules.path(config, number)
         if not any(name.startswith(f"{path}.") for name in checkpoint.entries):
-            raise UnsupportedModel(
-                f"{checkpoint.folder}: speculation by 'mtp' needs draft layers, and there are no tensors {path}.*"
-            )
+            return number
+    return config.num_draft_layers
 
 
 def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
@@ -303,16 +293,6 @@ def _dtype(asked: str, keys: Keys, checkpoint: Checkpoint | None) -> str:
     if found not in DTYPES:
         raise UnsupportedModel(f"config.json: dtype {found!r} is not supported; ask for one of {', '.join(DTYPES)}")
     return str(found)
-
-
-def _cached(asked: str, dtype: str, checkpoint: Checkpoint | None, latent: LatentShape | None) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` about the dtype and scales of cached keys and values."""
-    if asked == "auto":
-        return {"cache_dtype": dtype, "cache_scales": False}
-    if latent is not None:
-        raise UnsupportedModel(f"kv_cache_dtype {asked!r}: caches of latents are kept in the model's dtype")
-    measured = checkpoint is not None and checkpoint.has_cache_scales
-    return {"cache_dtype": "float8_e4m3fn", "cache_scales": measured}
 
 
 def _max_model_len(asked: int | None, rope: Rope, max_positions: int) -> int:
