@@ -1,16 +1,7 @@
 """Reads a model's configuration from its folder: config.json, generation_config.json and the headers of its weights.
 
 Imports neither torch nor transformers, so that a model's context length or stop tokens can be read in milliseconds.
-
-From a checkpoint of a multimodal model, only the text model is read (`text_part`). Its tensors are renamed as if it
-were alone:
-
-config.json    {architectures: [Gemma3ForConditionalGeneration], text_config: {...}, vision_config: {...}, ...}
-
-tensors        model.language_model.layers.0...    model.layers.0...       written by newer versions of transformers
-               language_model.model.layers.0...    model.layers.0...       written by older ones
-               lm_head, language_model.lm_head     lm_head
-               towers, projectors, draft layers    are left out
+From a checkpoint of a multimodal model, only the text model is read (`text_part.py`).
 """
 
 from __future__ import annotations
@@ -33,16 +24,10 @@ from .model_config import DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
 from .quantization import read_quantization
 from .rope import NO_ROPE, ProportionalRope, Rope, default_positions, reachable_positions
 from .rope_reader import read_query_growth, read_rope, read_ropes_by_window, read_rotary_fraction
+from .text_part import text_config, text_part
 
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _MAX_LAYERS = 10_000  # far above any model; a typo in a config must not exhaust the memory
-_TEXT_PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "lm_head.": "lm_head.",
-}
-_OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 
 def read_config(
@@ -73,7 +58,7 @@ def read_config(
     if given.get("rope_parameters") is None:  # null stands for the family's own, as in transformers
         given.pop("rope_parameters", None)
     keys = Keys("config.json", {**rules.defaults, **given})
-    computed = _computed(files, rules, keys)
+    computed = _computed_fields(files, rules, keys)
     computed_in = _dtype(dtype, keys, files.checkpoint)
     max_positions = keys.integer("max_position_embeddings")
     max_model_len = _max_model_len(max_model_len, computed["rope"], max_positions)
@@ -129,7 +114,7 @@ def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> 
         if name in architectures:
             return architectures[name], False
         if name in multimodal:
-            kind = _text_config(raw).get("model_type")
+            kind = text_config(raw).get("model_type")
             if kind not in multimodal[name]:
                 raise UnsupportedModel(
                     f"config.json: a text_config of model_type {kind!r} is not supported in {name}, only "
@@ -139,19 +124,19 @@ def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> 
     raise UnsupportedArchitecture(given, [*architectures, *multimodal])
 
 
-def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, Any]:
+def _computed_fields(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that determine what the layers compute."""
     _refuse_what_no_layer_computes(keys, rules)
     latent = None if rules.latent is None else rules.latent(keys)
-    shape = _shape(keys, latent, rules)
+    shape = _shape_fields(keys, latent, rules)
     num_layers = shape["num_layers"]
     windows = read_layer_windows(rules.windows, keys, num_layers)
     moe = None if rules.experts is None else rules.experts(keys, num_layers)
     return {
         "architecture": rules.architecture,
         **shape,
-        **_ropes(rules, keys, windows),
-        **_of_some_families(rules, keys, shape, windows),
+        **_rope_fields(rules, keys, windows),
+        **_family_fields(rules, keys, shape, windows),
         "latent": latent,
         "rms_norm_eps": keys.number(rules.norm_eps_key, 1e-6),
         "attention_bias": keys.flag("attention_bias", False),
@@ -164,7 +149,7 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
     }
 
 
-def _ropes(rules: ConfigRules, keys: Keys, windows: tuple[int | None, ...]) -> dict[str, Any]:
+def _rope_fields(rules: ConfigRules, keys: Keys, windows: tuple[int | None, ...]) -> dict[str, Any]:
     """Return the fields about ropes, and about the layers that have none. A config without rotation needs no rope."""
     max_positions, partly_rotated = keys.integer("max_position_embeddings"), rules.rotary_fraction is not None
     rotated = () if rules.rotated_layers is None else rules.rotated_layers(keys, windows)
@@ -180,7 +165,7 @@ def _ropes(rules: ConfigRules, keys: Keys, windows: tuple[int | None, ...]) -> d
     return {"rope": rope, "window_rope": window_rope, **({"rotated_layers": rotated} if rotated else {})}
 
 
-def _of_some_families(
+def _family_fields(
     rules: ConfigRules, keys: Keys, shape: Mapping[str, int], windows: tuple[int | None, ...]
 ) -> dict[str, Any]:
     """Return the fields that only some families set. Fields left at their defaults do not change `identity_of`."""
@@ -244,7 +229,7 @@ def _as_given(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
-def _shape(keys: Keys, latent: LatentShape | None, rules: ConfigRules) -> dict[str, int]:
+def _shape_fields(keys: Keys, latent: LatentShape | None, rules: ConfigRules) -> dict[str, int]:
     num_heads = keys.integer("num_attention_heads")
     hidden_size = keys.integer("hidden_size")
     num_kv_heads = keys.integer("num_key_value_heads", num_heads)
@@ -322,46 +307,3 @@ def _plain(value: Any) -> Any:
         each.name for each in fields(value) if "newer" in each.metadata and getattr(value, each.name) == each.default
     }
     return {"kind": type(value).__name__, **{name: kept for name, kept in asdict(value).items() if name not in new}}
-
-
-def text_part(folder: ModelFolder) -> ModelFolder:
-    """Return the folder as if it held the text model only. Raises `ModelError` if there is no `text_config`."""
-    checkpoint = None if folder.checkpoint is None else text_tensors(folder.checkpoint)
-    return dataclasses.replace(folder, config=_text_config(folder.config), checkpoint=checkpoint)
-
-
-def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the tensors of the text model, renamed as if it were alone."""
-    entries = {
-        own: dataclasses.replace(entry, name=own, renamed_from=entry.name_in_file)
-        for name, entry in checkpoint.entries.items()
-        if (own := _own_name(name)) is not None
-    }
-    index = {own: file for name, file in checkpoint.index.items() if (own := _own_name(name)) is not None}
-    return Checkpoint(checkpoint.folder, entries, index)
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise InvalidModelConfig(f"config.json: 'text_config' must be an object for a model of images, not {text!r}")
-    given = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
-    quantization = given.get("quantization_config")
-    if isinstance(quantization, dict):
-        given["quantization_config"] = {name: _own_names(value) for name, value in quantization.items()}
-    return {**text, **given}
-
-
-def _own_names(value: Any) -> Any:
-    """Rename the layers in a list as in the text model; leave out those that are no part of it."""
-    if not isinstance(value, list):
-        return value
-    return [(_own_name(name) or name) if isinstance(name, str) else name for name in value]
-
-
-def _own_name(name: str) -> str | None:
-    """Return a tensor's name in the text model; None if it is no part of it."""
-    for prefix, own in _TEXT_PREFIXES.items():
-        if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
-    return None

@@ -202,7 +202,7 @@ class ModelConfig:
     load_format: str
     seed: int  # seed of dummy weights
     identity: str  # hash (32 hex digits) of the weights and of the computation: `config_reader.identity_of`
-    is_text_part: bool = False  # this is the text part of a multimodal checkpoint: `config_reader.text_part`
+    is_text_part: bool = False  # this is the text part of a multimodal checkpoint: `text_part.py`
 
     @cached_property
     def caches(self) -> CacheLayout:
@@ -229,7 +229,7 @@ class ModelConfig:
 
     @property
     def cache_scales(self) -> bool:
-        """Whether cached keys and values have factors."""
+        """True if cached keys and values have factors."""
         return self.has_cache_scales and self.cache_dtype == FP8_CACHE_DTYPE
 
     def with_fp8_cache(self) -> ModelConfig:
