@@ -127,7 +127,7 @@ def plan_fleet(spec: FleetSpec, role: Role, machines: Machines, num_local: int) 
         memory = GpuMemory(total_bytes=total, used_bytes=DRIVER_BYTES + weights, step_bytes=step)
     else:
         memory = CpuMemory(free_bytes=ENOUGH_FREE_BYTES, num_local=num_local, draft_bytes=drafts)
-    caches = engine_caches(model).layout.of_rank(0, config.tensor_parallel_size)  # the ranks' parts are of equal size
+    caches = engine_caches(model).on_each_rank(config.tensor_parallel_size)
     size = size_kv_cache(config, memory, caches, max_num_seqs=steps.max_num_seqs, context_len=model.max_model_len)
     if on_gpu:
         check_blocks_fit(config, caches, size, memory.left_bytes - step)

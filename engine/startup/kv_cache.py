@@ -15,7 +15,7 @@ from .arenas import engine_caches
 
 
 def allocate_arenas(
-    allocate: Callable[[int], torch.Tensor], caches: CacheLayout, sizes: Sequence[int]
+    allocate: Callable[[int], torch.Tensor], caches: CacheLayout, blocks_by_group: Sequence[int]
 ) -> list[torch.Tensor]:
     """Return the blocks of each cache group, all in one range of memory, so that transfers can register it as a whole.
 
@@ -23,10 +23,11 @@ def allocate_arenas(
     shape of their layout; slots of states are bytes [num_slots, block_bytes].
     """
     starts = [0]
-    for group, size in zip(caches.groups, sizes, strict=True):
-        starts.append(starts[-1] + -(-size * group.blocks.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    for group, num_blocks in zip(caches.groups, blocks_by_group, strict=True):
+        starts.append(starts[-1] + -(-num_blocks * group.blocks.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     memory = allocate(starts[-1])
-    return [_view(memory[at:], size, group) for at, size, group in zip(starts, sizes, caches.groups, strict=False)]
+    placed = zip(starts, blocks_by_group, caches.groups, strict=False)
+    return [_view(memory[start:], num_blocks, group) for start, num_blocks, group in placed]
 
 
 def allocate_draft_inputs(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..config import EngineConfig, InvalidEngineConfig
 from ..core.layout import CacheLayout
 from ..hf_config.model_config import ModelConfig
-from .arenas import arenas_of, divide_memory, engine_caches, least_blocks, least_bytes, longest_sequence
+from .arenas import divide_blocks, divide_memory, engine_caches, least_blocks, least_bytes, longest_sequence
 from .memory import CpuMemory, GpuMemory, usable_gpu_bytes
 
 # Default of a CPU engine: other engines, their weights and the page cache share the machine's memory.
@@ -65,17 +65,17 @@ def size_kv_cache(
     """
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
-        sizes = arenas_of(caches, num_blocks, max_num_seqs, context_len)
+        blocks = divide_blocks(caches, num_blocks, max_num_seqs, context_len)
         setting, given = "num_gpu_blocks_override", f"{num_blocks} blocks"
         enough, fewest = (f"{least_blocks(caches, length)} blocks" for length in (context_len, 1))
     else:
         budget = kv_budget(config, memory)
-        sizes = divide_memory(caches, budget.num_bytes, max_num_seqs, context_len)
+        blocks = divide_memory(caches, budget.num_bytes, max_num_seqs, context_len)
         setting, given = budget.setting, f"{budget.num_bytes} bytes"
         enough, fewest = (f"{least_bytes(caches, length)} bytes" for length in (context_len, 1))
-    fitting = min(longest_sequence(caches, sizes), context_len)
+    fitting = min(longest_sequence(caches, blocks), context_len)
     if fitting == context_len:
-        return KVSize(context_len, sizes)
+        return KVSize(context_len, blocks)
     if fitting == 0 and config.kv_size_setting is None and isinstance(memory, GpuMemory):
         raise _no_room(setting, memory)
     if config.max_model_len is not None or fitting == 0:
@@ -88,7 +88,7 @@ def size_kv_cache(
         f"max_model_len becomes {fitting} instead of {context_len}: {setting} leaves {given} for KV, but the full "
         f"length needs {enough}"
     )
-    return KVSize(fitting, sizes, shortened)
+    return KVSize(fitting, blocks, shortened)
 
 
 def kv_budget(config: EngineConfig, memory: CpuMemory | GpuMemory) -> KVBudget:
@@ -118,7 +118,7 @@ def check_given_size(model: ModelConfig, config: EngineConfig) -> None:
     """
     if config.kv_size_setting is None:
         return
-    caches = engine_caches(model).layout.of_rank(0, config.tensor_parallel_size)  # the ranks' parts are of equal size
+    caches = engine_caches(model).on_each_rank(config.tensor_parallel_size)
     # The arguments decide, whatever memory there is; one sequence fits or does not, however many may run at once.
     size_kv_cache(config, CpuMemory(free_bytes=0), caches, max_num_seqs=1, context_len=model.max_model_len)
 

@@ -73,8 +73,8 @@ def load_member(context: RankContext, membership: RankGroup, compiler: Compiler 
         model = startup.load_weights()
     with phases("kv_cache"):
         fitting = _size_kv_cache(context, steps, startup.measure_memory(model))
-        max_model_len, *sizes = widest.all_min([fitting.max_model_len, *fitting.blocks_by_group])
-        arenas = allocate_arenas(startup.allocate, context.own_caches, sizes)
+        max_model_len, *blocks_by_group = widest.all_min([fitting.max_model_len, *fitting.blocks_by_group])
+        arenas = allocate_arenas(startup.allocate, context.own_caches, blocks_by_group)
     balancer = ExpertBalancer.of(model, context.groups, moves=config.enable_eplb)
 
     def make_runner() -> Runner:
@@ -89,7 +89,7 @@ def load_member(context: RankContext, membership: RankGroup, compiler: Compiler 
     return LoadedMember(
         membership=membership,
         model_config=context.model_config,
-        core_config=_core_config(context, steps, max_model_len, sizes),
+        core_config=_core_config(context, steps, max_model_len, blocks_by_group),
         region=region_of(arenas, context.caches.layout, member.tp_rank, member.tensor_parallel_size),
         device_type=context.device.type,
         yielding=_yielding(context),
@@ -144,7 +144,9 @@ def _startup_on(context: RankContext, steps: StepSizes, phases: Phases, compiler
     return CudaStartup(context, steps, phases, compiler)
 
 
-def _core_config(context: RankContext, steps: StepSizes, max_model_len: int, arenas: Sequence[int]) -> EngineCoreConfig:
+def _core_config(
+    context: RankContext, steps: StepSizes, max_model_len: int, blocks_by_group: Sequence[int]
+) -> EngineCoreConfig:
     config, model_config = context.config, context.model_config
     groups = [
         CacheGroupConfig(
@@ -152,10 +154,10 @@ def _core_config(context: RankContext, steps: StepSizes, max_model_len: int, are
             window=group.window,
             checkpoint_tokens=CHECKPOINT_TOKENS if group.kind is CacheKind.STATE else None,
         )
-        for group, num_blocks in zip(context.caches.layout.groups, arenas, strict=True)
+        for group, num_blocks in zip(context.caches.layout.groups, blocks_by_group, strict=True)
     ]
     return EngineCoreConfig(
-        num_blocks=sum(arenas),
+        num_blocks=sum(blocks_by_group),
         cache_groups=groups,
         block_size=config.block_size,
         max_num_seqs=steps.max_num_seqs,

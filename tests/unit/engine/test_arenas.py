@@ -11,7 +11,7 @@ from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, CacheKind, CacheLayout, LayerCache, LayerState, StatePart
 from baton.engine.startup.arenas import (
     LEAST_SLOTS,
-    arenas_of,
+    divide_blocks,
     divide_memory,
     longest_sequence,
     needs_of,
@@ -127,7 +127,7 @@ def test_at_full_load_each_sequence_has_two_slots_and_one_for_each_stretch_of_it
     blocks, slots = divide_memory(caches, 1 << 50, 64, 32_768)
     assert (blocks, slots) == (64 * WHOLE, LEAST_SLOTS + 64 * (2 + 8))
     assert needs_of(caches.groups[1]).requests_at_once(slots, 32_768) >= 64
-    assert list(arenas_of(caches, 10**6, 64, 32_768)) == [10**6, slots]
+    assert list(divide_blocks(caches, 10**6, 64, 32_768)) == [10**6, slots]
 
 
 def test_the_blocks_that_a_refusal_asks_for_are_enough_for_states() -> None:
