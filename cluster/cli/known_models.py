@@ -45,7 +45,7 @@ def find_device() -> Device:
     """Return the first GPU, or else the CPU with the free memory of the host. Loads torch."""
     import torch
 
-    from baton.engine.startup.kv_cache import available_memory_bytes
+    from baton.engine.startup.memory import available_memory_bytes
 
     if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)

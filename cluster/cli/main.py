@@ -169,7 +169,10 @@ def plan(options: PlanOptions) -> None:
 
     baton plan configs/serve/wide_ep.yaml --model configs/models/deepseek-v3 --gpu-memory 141
     """
-    from baton.cluster.planning.plan import GB, Machines, Traffic, make_plan
+    from baton.cluster.planning.fleet_memory import Traffic
+    from baton.cluster.planning.placement import Machines
+    from baton.cluster.planning.plan import make_plan
+    from baton.cluster.planning.sizing import GB
     from baton.cluster.spec import InvalidSpec, specs_in_file
 
     from .plan import print_plan

@@ -12,8 +12,9 @@ from rich.table import Table
 from baton.cluster.contracts import LoadBalancing
 from baton.cluster.gateway.routing.ranks import spell_ranks
 from baton.cluster.planning.model_checks import check_model, check_model_files, needs_weights
-from baton.cluster.planning.plan import GB, THROUGH_TCP, Plan, RankPlan
-from baton.cluster.planning.sizing import HostNeeds
+from baton.cluster.planning.placement import RankPlan
+from baton.cluster.planning.plan import THROUGH_TCP, Plan
+from baton.cluster.planning.sizing import GB, HostNeeds
 from baton.cluster.pluralize import pluralize
 from baton.cluster.spec import (
     FleetSpec,
@@ -55,6 +56,8 @@ def print_plan(console: Console, name: str, plan: Plan) -> None:
     console.print(_gateways(plan), highlight=False)
     if len(plan.fleets) == len(spec.fleets.present):  # otherwise the size of a hand-off is unknown
         _print_bandwidth(console, plan)
+    for assumption in plan.assumptions:
+        console.print(f"assumed: {assumption}", highlight=False)
     for note in plan.notes:
         console.print(f"[yellow]note:[/] {note}", highlight=False)
     for refusal in plan.refusals:
@@ -83,7 +86,7 @@ def _memory(plan: Plan) -> WidestThatFits:
     counts = ("KV blocks", "max_model_len", "requests of an engine", "requests of a step", "tokens of a step")
     lines: list[tuple[str, ...]] = [("role", "device", *sizes, *counts)]
     for fleet in plan.fleets:
-        gigabytes = (f"{size / GB:.2f}" for size in (fleet.weights, fleet.step, fleet.kv))
+        gigabytes = (f"{size / GB:.2f}" for size in (fleet.weight_bytes, fleet.step_bytes, fleet.kv_bytes))
         counted = (fleet.num_blocks, fleet.max_model_len, fleet.num_requests(plan.traffic))
         numbers = map(str, (*counted, fleet.steps.max_num_seqs, fleet.steps.max_num_batched_tokens))
         lines.append((fleet.role, fleet.device, *gigabytes, *numbers))

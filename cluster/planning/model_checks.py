@@ -45,7 +45,7 @@ def check_model(spec: FleetSpec) -> None:
 def _too_small_tiers(spec: FleetSpec, role: Role, model: ModelConfig) -> Iterator[str]:
     """Describe tiers that cannot hold one block of each cache group, however the engine divides them."""
     if (tiers := spec.fleets.present[role].kv_tiers) is not None:
-        groups = engine_caches(model).layout.of_rank(0, spec.engine_config(role).tensor_parallel_size).groups
+        groups = engine_caches(model).on_each_rank(spec.engine_config(role).tensor_parallel_size).groups
         yield from find_too_small_tiers(tiers, sum(group.blocks.block_bytes for group in groups), len(groups))
 
 

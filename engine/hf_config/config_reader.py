@@ -1,16 +1,7 @@
 """Reads a model's configuration from its folder: config.json, generation_config.json and the headers of its weights.
 
 Imports neither torch nor transformers, so that a model's context length or stop tokens can be read in milliseconds.
-
-From a checkpoint of a multimodal model, only the text model is read (`text_part`). Its tensors are renamed as if it
-were alone:
-
-config.json    {architectures: [Gemma3ForConditionalGeneration], text_config: {...}, vision_config: {...}, ...}
-
-tensors        model.language_model.layers.0...    model.layers.0...       written by newer versions of transformers
-               language_model.model.layers.0...    model.layers.0...       written by older ones
-               lm_head, language_model.lm_head     lm_head
-               towers, projectors, draft layers    are left out
+From a checkpoint of a multimodal model, only the text model is read (`text_part.py`).
 """
 
 from __future__ import annotations
@@ -29,20 +20,14 @@ from .errors import InvalidModelConfig, MaxModelLenTooLong, UnsupportedArchitect
 from .experts import checked_experts
 from .folder import ModelFolder, read_eos_token_ids, read_generation
 from .keys import Keys
-from .model_config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
+from .model_config import DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
 from .quantization import read_quantization
 from .rope import NO_ROPE, ProportionalRope, Rope, default_positions, reachable_positions
 from .rope_reader import read_query_growth, read_rope, read_ropes_by_window, read_rotary_fraction
+from .text_part import text_config, text_part
 
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _MAX_LAYERS = 10_000  # far above any model; a typo in a config must not exhaust the memory
-_TEXT_PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "lm_head.": "lm_head.",
-}
-_OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 
 
 def read_config(
@@ -52,23 +37,19 @@ def read_config(
     dtype: str = "auto",
     max_model_len: int | None = None,
     load_format: str = "auto",
-    kv_cache_dtype: str = "auto",
     seed: int = 0,
-    window_caches: bool = False,
-    drafts: bool = False,
 ) -> ModelConfig:
     """Return the configuration of the checkpoint in `folder`, read by the rules of its architecture.
 
-    `dtype` "auto" is the checkpoint's own; `kv_cache_dtype` "auto" is `dtype`, and "fp8" halves the KV cache.
-    `max_model_len` defaults to the model's positions; a rope with linear or dynamic scaling allows `factor` times as
-    many. `load_format` "auto" and "safetensors" load the weights in the folder; "dummy" draws random weights from
-    `seed` and needs only config.json. With `window_caches`, layers with a window cache only the tokens in it. With
-    `drafts`, the model's first draft layer is loaded and run, too, or all of them if each drafts one token. Raises
-    `ModelError`.
+    `dtype` "auto" is the checkpoint's own. `max_model_len` defaults to the model's positions; a rope with linear or
+    dynamic scaling allows `factor` times as many. `load_format` "auto" and "safetensors" load the weights in the
+    folder; "dummy" draws random weights from `seed` and needs only config.json. How an engine caches and drafts is not
+    read here: it is chosen afterwards (`ModelConfig.with_fp8_cache`, `with_draft_layers`, `window_caches`).
+
+    Raises `ModelError`.
     """
     _require_choice("load_format", load_format, LOAD_FORMATS)
     _require_choice("dtype", dtype, ("auto", *DTYPES))
-    _require_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     files = ModelFolder.open(Path(folder), with_weights=load_format != "dummy")
     rules, is_text_part = _rules(files.config, architectures())
     if is_text_part:
@@ -77,7 +58,7 @@ def read_config(
     if given.get("rope_parameters") is None:  # null stands for the family's own, as in transformers
         given.pop("rope_parameters", None)
     keys = Keys("config.json", {**rules.defaults, **given})
-    computed = _computed(files, rules, keys)
+    computed = _computed_fields(files, rules, keys)
     computed_in = _dtype(dtype, keys, files.checkpoint)
     max_positions = keys.integer("max_position_embeddings")
     max_model_len = _max_model_len(max_model_len, computed["rope"], max_positions)
@@ -88,7 +69,8 @@ def read_config(
         folder=files.path,
         rules=rules,
         **computed,
-        **_cached(kv_cache_dtype, computed_in, files.checkpoint, computed["latent"]),
+        cache_dtype=computed_in,
+        has_cache_scales=files.checkpoint is not None and files.checkpoint.has_cache_scales,
         num_draft_layers=_num_draft_layers(keys),
         dtype=computed_in,
         max_model_len=max_model_len,
@@ -96,29 +78,22 @@ def read_config(
         generation=read_generation(files.generation),
         load_format=load_format,
         seed=seed,
-        window_caches=window_caches,
         identity=identity_of(computed, files.checkpoint, seed),
         is_text_part=is_text_part,
     )
-    if not drafts:
-        return config
-    config = config.with_draft_layers()
-    if files.checkpoint is not None:
-        _require_draft_layers(config, files.checkpoint)
-    return config
+    return dataclasses.replace(config, num_stored_draft_layers=_num_stored_draft_layers(config, files.checkpoint))
 
 
-def _require_draft_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raise `UnsupportedModel` if draft layers of config.json are missing in the checkpoint, as in converted ones."""
+def _num_stored_draft_layers(config: ModelConfig, checkpoint: Checkpoint | None) -> int:
+    """Return how many of the draft layers have tensors in the checkpoint. All have dummy weights if there is none."""
     rules = config.rules.draft
-    if rules is None:
-        return
-    for number in range(config.num_run_draft_layers):
+    if rules is None or checkpoint is None:
+        return config.num_draft_layers
+    for number in range(config.num_draft_layers):
         path = rules.path(config, number)
         if not any(name.startswith(f"{path}.") for name in checkpoint.entries):
-            raise UnsupportedModel(
-                f"{checkpoint.folder}: speculation by 'mtp' needs draft layers, and there are no tensors {path}.*"
-            )
+            return number
+    return config.num_draft_layers
 
 
 def _require_choice(name: str, given: str, allowed: tuple[str, ...]) -> None:
@@ -139,7 +114,7 @@ def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> 
         if name in architectures:
             return architectures[name], False
         if name in multimodal:
-            kind = _text_config(raw).get("model_type")
+            kind = text_config(raw).get("model_type")
             if kind not in multimodal[name]:
                 raise UnsupportedModel(
                     f"config.json: a text_config of model_type {kind!r} is not supported in {name}, only "
@@ -149,19 +124,19 @@ def _rules(raw: Mapping[str, Any], architectures: Mapping[str, ConfigRules]) -> 
     raise UnsupportedArchitecture(given, [*architectures, *multimodal])
 
 
-def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, Any]:
+def _computed_fields(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that determine what the layers compute."""
     _refuse_what_no_layer_computes(keys, rules)
     latent = None if rules.latent is None else rules.latent(keys)
-    shape = _shape(keys, latent, rules)
+    shape = _shape_fields(keys, latent, rules)
     num_layers = shape["num_layers"]
     windows = read_layer_windows(rules.windows, keys, num_layers)
     moe = None if rules.experts is None else rules.experts(keys, num_layers)
     return {
         "architecture": rules.architecture,
         **shape,
-        **_ropes(rules, keys, windows),
-        **_of_some_families(rules, keys, shape, windows),
+        **_rope_fields(rules, keys, windows),
+        **_family_fields(rules, keys, shape, windows),
         "latent": latent,
         "rms_norm_eps": keys.number(rules.norm_eps_key, 1e-6),
         "attention_bias": keys.flag("attention_bias", False),
@@ -174,7 +149,7 @@ def _computed(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dict[str, 
     }
 
 
-def _ropes(rules: ConfigRules, keys: Keys, windows: tuple[int | None, ...]) -> dict[str, Any]:
+def _rope_fields(rules: ConfigRules, keys: Keys, windows: tuple[int | None, ...]) -> dict[str, Any]:
     """Return the fields about ropes, and about the layers that have none. A config without rotation needs no rope."""
     max_positions, partly_rotated = keys.integer("max_position_embeddings"), rules.rotary_fraction is not None
     rotated = () if rules.rotated_layers is None else rules.rotated_layers(keys, windows)
@@ -190,7 +165,7 @@ def _ropes(rules: ConfigRules, keys: Keys, windows: tuple[int | None, ...]) -> d
     return {"rope": rope, "window_rope": window_rope, **({"rotated_layers": rotated} if rotated else {})}
 
 
-def _of_some_families(
+def _family_fields(
     rules: ConfigRules, keys: Keys, shape: Mapping[str, int], windows: tuple[int | None, ...]
 ) -> dict[str, Any]:
     """Return the fields that only some families set. Fields left at their defaults do not change `identity_of`."""
@@ -254,7 +229,7 @@ def _as_given(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
-def _shape(keys: Keys, latent: LatentShape | None, rules: ConfigRules) -> dict[str, int]:
+def _shape_fields(keys: Keys, latent: LatentShape | None, rules: ConfigRules) -> dict[str, int]:
     num_heads = keys.integer("num_attention_heads")
     hidden_size = keys.integer("hidden_size")
     num_kv_heads = keys.integer("num_key_value_heads", num_heads)
@@ -305,16 +280,6 @@ def _dtype(asked: str, keys: Keys, checkpoint: Checkpoint | None) -> str:
     return str(found)
 
 
-def _cached(asked: str, dtype: str, checkpoint: Checkpoint | None, latent: LatentShape | None) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` about the dtype and scales of cached keys and values."""
-    if asked == "auto":
-        return {"cache_dtype": dtype, "cache_scales": False}
-    if latent is not None:
-        raise UnsupportedModel(f"kv_cache_dtype {asked!r}: caches of latents are kept in the model's dtype")
-    measured = checkpoint is not None and checkpoint.has_cache_scales
-    return {"cache_dtype": "float8_e4m3fn", "cache_scales": measured}
-
-
 def _max_model_len(asked: int | None, rope: Rope, max_positions: int) -> int:
     if asked is None:
         return default_positions(rope, max_positions)
@@ -342,46 +307,3 @@ def _plain(value: Any) -> Any:
         each.name for each in fields(value) if "newer" in each.metadata and getattr(value, each.name) == each.default
     }
     return {"kind": type(value).__name__, **{name: kept for name, kept in asdict(value).items() if name not in new}}
-
-
-def text_part(folder: ModelFolder) -> ModelFolder:
-    """Return the folder as if it held the text model only. Raises `ModelError` if there is no `text_config`."""
-    checkpoint = None if folder.checkpoint is None else text_tensors(folder.checkpoint)
-    return dataclasses.replace(folder, config=_text_config(folder.config), checkpoint=checkpoint)
-
-
-def text_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the tensors of the text model, renamed as if it were alone."""
-    entries = {
-        own: dataclasses.replace(entry, name=own, renamed_from=entry.name_in_file)
-        for name, entry in checkpoint.entries.items()
-        if (own := _own_name(name)) is not None
-    }
-    index = {own: file for name, file in checkpoint.index.items() if (own := _own_name(name)) is not None}
-    return Checkpoint(checkpoint.folder, entries, index)
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise InvalidModelConfig(f"config.json: 'text_config' must be an object for a model of images, not {text!r}")
-    given = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
-    quantization = given.get("quantization_config")
-    if isinstance(quantization, dict):
-        given["quantization_config"] = {name: _own_names(value) for name, value in quantization.items()}
-    return {**text, **given}
-
-
-def _own_names(value: Any) -> Any:
-    """Rename the layers in a list as in the text model; leave out those that are no part of it."""
-    if not isinstance(value, list):
-        return value
-    return [(_own_name(name) or name) if isinstance(name, str) else name for name in value]
-
-
-def _own_name(name: str) -> str | None:
-    """Return a tensor's name in the text model; None if it is no part of it."""
-    for prefix, own in _TEXT_PREFIXES.items():
-        if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
-    return None

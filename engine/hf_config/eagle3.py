@@ -74,9 +74,10 @@ def read_eagle3(path: Path, model: ModelConfig) -> ModelConfig:
         query_growth=None,
         tie_word_embeddings=False,
         num_draft_layers=0,
+        num_stored_draft_layers=0,
         quantization=None,
         cache_dtype=model.dtype,
-        cache_scales=False,
+        has_cache_scales=False,
         scales=Scales(),
         is_text_part=False,
     )

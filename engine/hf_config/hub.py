@@ -13,13 +13,16 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import functools
 import hashlib
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoint import INDEX_FILE, SINGLE_FILE, read_weight_map
@@ -105,18 +108,55 @@ def model_folder(
         if revision is not None:
             raise ModelNotFetched(f"revision is {revision!r}, and {model!r} is a folder, which has none: leave it out")
         return Path(model)
-    text = _download(model, TEXT_FILES, revision, download_dir)
+    text = _Repository(model, revision, download_dir).download(TEXT_FILES)
     if not (text / "config.json").is_file():
         raise ModelNotFetched(
             f"{model} has no config.json, so Baton cannot read it as a model; it holds {_held(model, text)}"
         )
     if files is Files.ALL:
-        _fetch_weights(model, text, download_dir, progress)
+        _fetch_weights(_Repository(model, text.name, download_dir), text, progress)
     return text
 
 
-def _fetch_weights(model: str, folder: Path, download_dir: str | None, progress: Progress | None) -> None:
-    """Download the weights that a snapshot lacks, and check their SHA-256."""
+@dataclass(frozen=True)
+class _Repository:
+    """A model on the Hub, at a revision, and the cache of its files."""
+
+    model: str
+    revision: str | None  # None: main
+    cache: str | None  # None: that of `huggingface_hub`
+
+    def download(
+        self,
+        patterns: Sequence[str],
+        *,
+        ignored: Sequence[str] = (),
+        make_bar: Callable[[threading.Event], type] | None = None,
+    ) -> Path:
+        """Download the files that match `patterns` and not `ignored`, and return the folder of the snapshot.
+
+        `make_bar` returns the class of progress bars, given an event that ends the download; None: no bars.
+        """
+        # Imported here: it takes half a second, which local folders do not need.
+        from huggingface_hub import snapshot_download
+
+        from .hub_progress import NoBar, stopping_at_ctrl_c
+
+        with errors_explained(self.model, self.revision, self.cache), stopping_at_ctrl_c() as stop:
+            folder = snapshot_download(
+                self.model,
+                revision=self.revision,
+                cache_dir=self.cache,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(ignored) or None,
+                tqdm_class=NoBar if make_bar is None else make_bar(stop),
+            )
+        return Path(folder)
+
+
+def _fetch_weights(repository: _Repository, folder: Path, progress: Progress | None) -> None:
+    """Download the weights that a snapshot, `folder`, lacks, and check their SHA-256."""
+    model = repository.model
     wanted = _weight_files(folder)
     had = set(folder.glob("*.safetensors"))
     if wanted and had.issuperset(folder / name for name in wanted):
@@ -126,8 +166,10 @@ def _fetch_weights(model: str, folder: Path, download_dir: str | None, progress:
     if progress is not None:  # the only message in a process that waits for another process's download
         progress(line)
     started_s = time.monotonic()
+    from .hub_progress import bar_class
+
     patterns, ignored = (wanted, ()) if wanted else (("*.safetensors",), _NOT_READ)
-    _download(model, patterns, folder.name, download_dir, ignored, progress, shows_progress=True)
+    repository.download(patterns, ignored=ignored, make_bar=functools.partial(bar_class, model, progress))
     found = set(folder.glob("*.safetensors"))
     if not found:
         raise ModelNotFetched(
@@ -147,34 +189,6 @@ def _weight_files(folder: Path) -> Sequence[str]:
         return sorted(set(read_weight_map(index).values()))
     except WeightsError as error:
         raise ModelNotFetched(str(error)) from error
-
-
-def _download(
-    model: str,
-    patterns: Sequence[str],
-    revision: str | None,
-    cache: str | None,
-    ignored: Sequence[str] = (),
-    progress: Progress | None = None,
-    *,
-    shows_progress: bool = False,
-) -> Path:
-    """Download the files that match `patterns` and not `ignored`, and return the folder of the snapshot."""
-    # Imported here: it takes half a second, which local folders do not need.
-    from huggingface_hub import snapshot_download
-
-    from .hub_progress import NoBar, bar_class, stopping_at_ctrl_c
-
-    with errors_explained(model, revision, cache), stopping_at_ctrl_c() as stop:
-        folder = snapshot_download(
-            model,
-            revision=revision,
-            cache_dir=cache,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(ignored) or None,
-            tqdm_class=bar_class(model, progress, stop) if shows_progress else NoBar,
-        )
-    return Path(folder)
 
 
 def _held(model: str, folder: Path) -> str:

@@ -92,30 +92,36 @@ class MambaKeys:
     width: str | None = None  # key of the width of all heads, in families where it is not `expand` * hidden size
 
 
+@dataclass(frozen=True)
+class MambaDefaults:
+    """The sizes that a family has if its config does not say them."""
+
+    num_heads: int = 128
+    head_dim: int | None = None  # None: the width of all heads / their number
+    num_groups: int = 1
+    state_dim: int = 256
+
+
 def read_mamba(
     keys: Keys,
     blocks: Blocks,
     names: MambaKeys = MambaKeys(),
-    *,
-    num_heads: int = 128,
-    head_dim: int | None = None,
-    num_groups: int = 1,
-    state_dim: int = 256,
+    defaults: MambaDefaults = MambaDefaults(),
     **given: Any,
 ) -> MambaShape:
-    """Read the mixers of a model whose layers have these `blocks`. The keyword numbers are defaults of config keys.
+    """Read the mixers of a model whose layers have these `blocks`.
 
     `given` are fields of `MambaShape` that the family has determined itself. Raises `ModelError`.
     """
     if not any(ATTENTION in each for each in blocks):
         raise UnsupportedModel("config.json: a model without a layer of attention is not supported")
-    heads = keys.integer(names.num_heads, num_heads)
+    heads = keys.integer(names.num_heads, defaults.num_heads)
     shape = MambaShape(
         blocks=blocks,
         num_heads=heads,
-        head_dim=_head_dim(keys, names, heads, head_dim),
-        num_groups=keys.integer(names.num_groups, num_groups),
-        state_dim=keys.integer(names.state_dim, state_dim),
+        head_dim=_head_dim(keys, names, heads, defaults.head_dim),
+        num_groups=keys.integer(names.num_groups, defaults.num_groups),
+        state_dim=keys.integer(names.state_dim, defaults.state_dim),
         conv_width=keys.integer(names.conv_width, 4),
         conv_bias=keys.flag(names.conv_bias, True),
         projection_bias=keys.flag(names.projection_bias, False),

@@ -26,6 +26,7 @@ from .rope import NO_ROPE, NoRope, QueryGrowth, Rope, Rotation
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # no E5M2: its two bits of mantissa are too few
+FP8_CACHE_DTYPE = "float8_e4m3fn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,16 +184,17 @@ class ModelConfig:
     rope: Rope
     window_rope: Rope | None  # the rope of layers with a window; None: `rope`
     moe: ExpertsConfig | None  # None: every feed-forward layer is dense
-    num_draft_layers: int  # number of draft layers in the checkpoint
+    num_draft_layers: int  # by config.json
+    num_stored_draft_layers: int = 0  # those of them that the checkpoint holds: converted ones often leave them out
     num_run_draft_layers: int = 0  # draft layers that are loaded and run: as layers `num_layers`, `num_layers` + 1, ...
     draft_model: ModelConfig | None = None  # a smaller model or an EAGLE-3 head, which drafts tokens for this model
     eagle3: Eagle3Shape | None = None  # None: this is no EAGLE-3 head
     quantization: Quantization | None  # None: plain weights
-    cache_dtype: str  # dtype of cached keys and values: `dtype`, or "float8_e4m3fn"
-    cache_scales: bool  # whether the checkpoint has factors for cached keys and values
+    cache_dtype: str  # dtype of cached keys and values: `dtype`, or `FP8_CACHE_DTYPE`
+    has_cache_scales: bool  # whether the checkpoint has factors for keys and values that are cached in FP8
     scales: Scales
     layer_windows: tuple[int | None, ...]  # for each layer: how many keys a query sees, its own included; None: all
-    window_caches: bool  # whether layers with a window cache only the tokens in it
+    window_caches: bool = False  # whether layers with a window cache only the tokens in it
     dtype: str  # "float32", "bfloat16" or "float16"
     max_model_len: int  # tokens, prompt and output together
     eos_token_ids: tuple[int, ...]
@@ -200,7 +202,7 @@ class ModelConfig:
     load_format: str
     seed: int  # seed of dummy weights
     identity: str  # hash (32 hex digits) of the weights and of the computation: `config_reader.identity_of`
-    is_text_part: bool = False  # this is the text part of a multimodal checkpoint: `config_reader.text_part`
+    is_text_part: bool = False  # this is the text part of a multimodal checkpoint: `text_part.py`
 
     @cached_property
     def caches(self) -> CacheLayout:
@@ -225,8 +227,19 @@ class ModelConfig:
         """The number of decoder layers, including the draft layers that are run."""
         return self.num_layers + self.num_run_draft_layers
 
+    @property
+    def cache_scales(self) -> bool:
+        """True if cached keys and values have factors."""
+        return self.has_cache_scales and self.cache_dtype == FP8_CACHE_DTYPE
+
+    def with_fp8_cache(self) -> ModelConfig:
+        """Return the same config with keys and values cached in 8 bits. Raises `UnsupportedModel` for latents."""
+        if self.latent is not None:
+            raise UnsupportedModel("kv_cache_dtype must be 'auto': caches of latents are kept in the model's dtype")
+        return replace(self, cache_dtype=FP8_CACHE_DTYPE)
+
     def with_draft_layers(self) -> ModelConfig:
-        """Return the same config with the first draft layer, or with all of them if each drafts one token.
+        """Return the same config with the first draft layer loaded and run, too, or all if each drafts one token.
 
         Raises `UnsupportedModel`.
         """
@@ -236,6 +249,11 @@ class ModelConfig:
         if not self.num_draft_layers:
             raise UnsupportedModel("config.json: speculation by 'mtp' needs draft layers, and there are none")
         moe, linear, count = self.moe, self.linear, self.num_draft_layers if rules.one_each else 1
+        if (stored := self.num_stored_draft_layers) < count:
+            raise UnsupportedModel(
+                f"{self.folder}: speculation by 'mtp' needs draft layers, and there are no tensors "
+                f"{rules.path(self, stored)}.*"
+            )
         window = next(filter(None, self.layer_windows), None) if rules.has_window else None
         is_sparse = moe is not None and any(moe.sparse_layers) and not rules.is_dense
         return replace(

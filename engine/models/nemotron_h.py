@@ -14,6 +14,7 @@ from baton.engine.hf_config.mamba import (
     MLP,
     MOE,
     Blocks,
+    MambaDefaults,
     MambaKeys,
     MambaShape,
     read_block_types,
@@ -82,7 +83,7 @@ def read_blocks(keys: Keys) -> Blocks:
 
 def read_nemotron(keys: Keys, num_layers: int) -> MambaShape:
     """Read the Mamba-2 mixers. Time steps are limited by `time_step_limit`, as in training, not by `time_step_min`."""
-    return read_mamba(keys, read_blocks(keys), KEYS, head_dim=64, num_groups=8, state_dim=128)
+    return read_mamba(keys, read_blocks(keys), KEYS, MambaDefaults(head_dim=64, num_groups=8, state_dim=128))
 
 
 def read_experts(keys: Keys, num_layers: int) -> ExpertsConfig | None:

@@ -10,8 +10,9 @@ device.py         what a rank is started with (RankContext), and what each kind 
 division.py       whether the model can be divided over the ranks
 step_sizes.py     the number of requests and tokens in a step, if the arguments do not say
 weight_counts.py  how many bytes a rank's weights take, and whether they fit
-kv_size.py        how many KV blocks there are, and the longest sequence that they hold
-kv_cache.py       the memory of KV blocks
+memory.py         the memory of a rank's device, as measured or as planned
+kv_size.py        how many KV blocks there are, and the longest sequence that they hold: one rule, also of plans
+kv_cache.py       allocates the KV blocks
 arenas.py         how cache groups divide the memory for blocks
 phases.py         how long each phase took
 

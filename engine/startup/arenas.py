@@ -110,7 +110,7 @@ def needs_of(group: GroupLayout) -> ArenaNeeds:
     return StateNeeds(group) if group.kind is CacheKind.STATE else BlockNeeds(group)
 
 
-def arenas_of(caches: CacheLayout, num_blocks: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
+def divide_blocks(caches: CacheLayout, num_blocks: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
     """Return `num_blocks` for each group that keeps all tokens, and for others no more than full load needs."""
     return [
         num_blocks
@@ -126,6 +126,10 @@ class EngineCaches(NamedTuple):
     layout: CacheLayout
     of_model: tuple[int, ...]  # numbers of the model's groups, in its own order
     of_draft_model: tuple[int, ...]
+
+    def on_each_rank(self, tensor_parallel_size: int) -> CacheLayout:
+        """Return one rank's part of the layout: all ranks' parts are of equal size."""
+        return self.layout.of_rank(0, tensor_parallel_size)
 
 
 def engine_caches(model: ModelConfig) -> EngineCaches:
@@ -146,9 +150,9 @@ def draft_bytes(
     return sum(places * layout.of_rank(0, tensor_parallel_size).block_bytes for layout in model.draft_inputs.values())
 
 
-def longest_sequence(caches: CacheLayout, arenas: Sequence[int]) -> int:
+def longest_sequence(caches: CacheLayout, blocks_by_group: Sequence[int]) -> int:
     """Return the tokens of the longest sequence that all arenas hold; 0 if one of them holds none."""
-    pairs = zip(caches.groups, arenas, strict=True)
+    pairs = zip(caches.groups, blocks_by_group, strict=True)
     return int(min(needs_of(group).longest_sequence(num_blocks) for group, num_blocks in pairs))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,8 +20,8 @@ from ..worker.runner import ModelRunner
 from ..worker.warmup import warm_up
 from .arenas import draft_bytes
 from .device import RankContext, load_models, step_limits
-from .kv_cache import allocate_on_cpu, available_memory_bytes, cpu_budget
-from .kv_size import check_room, size_kv_cache
+from .kv_cache import allocate_on_cpu
+from .memory import CpuMemory, available_memory_bytes
 from .step_sizes import StepSizes
 
 logger = logging.getLogger(__name__)
@@ -49,14 +48,14 @@ class CpuStartup:
         model, self._draft_model = load_models(self._context)
         return model
 
-    def size_kv_cache(self, model: CausalLM) -> tuple[int, Sequence[int]]:
+    def measure_memory(self, model: CausalLM) -> CpuMemory:
         context, seqs = self._context, self._steps.max_num_seqs
-        config, model_config, member = context.config, context.model_config, context.member
-        drafts = draft_bytes(model_config, config.speculative_config, seqs, member.tensor_parallel_size)
-        budget = functools.partial(cpu_budget, member.num_local, drafts)
-        longest, sizes = size_kv_cache(config, seqs, model_config.max_model_len, context.own_caches, budget)
-        check_room(config, context.own_caches, sizes, available_memory_bytes() // member.num_local - drafts)
-        return longest, sizes
+        speculation, ranks = context.config.speculative_config, context.member.tensor_parallel_size
+        return CpuMemory(
+            free_bytes=available_memory_bytes(),
+            num_local=context.member.num_local,
+            draft_bytes=draft_bytes(context.model_config, speculation, seqs, ranks),
+        )
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return allocate_on_cpu(num_bytes)

@@ -29,11 +29,10 @@ from ..worker.runner import ModelRunner
 from ..worker.shapes import StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
 from .device import RankContext, load_models, step_limits, stub_draft_model
-from .kv_cache import allocate_arenas, gpu_budget
-from .kv_size import check_room, size_kv_cache
+from .kv_cache import allocate_arenas
+from .memory import GpuMemory
 from .phases import Phases
 from .step_sizes import StepSizes
-from .weight_counts import usable_gpu_bytes
 
 _HOST_THREADS = 4  # for an op on the CPU: such ops are small here, and more threads would only wait for each other
 
@@ -91,7 +90,7 @@ class CudaStartup:
         model, self._draft_model = load_models(self._context)
         return model
 
-    def size_kv_cache(self, model: CausalLM) -> tuple[int, Sequence[int]]:
+    def measure_memory(self, model: CausalLM) -> GpuMemory:
         """Run every size of step, so that all kernels have been launched, and the memory of the largest is known."""
         if self._compiler is not None:
             with self._phases("compiling"):
@@ -100,14 +99,10 @@ class CudaStartup:
         context = self._context
         context.groups.widest.barrier()  # until the kernels exist that one rank compiles for all
         with self._phases("profile"), model.shortened():
-            memory = self._profile(model, self._draft_model, context.groups)
+            steps = self._profile(model, self._draft_model, context.groups)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(context.device)
-        config, longest = context.config, context.model_config.max_model_len
-        budget = gpu_budget(memory.num_bytes, usable=usable_gpu_bytes(config, total), free=free, total=total)
-        longest, sizes = size_kv_cache(config, self._steps.max_num_seqs, longest, context.own_caches, lambda: budget)
-        check_room(config, context.own_caches, sizes, free)
-        return longest, sizes
+        return GpuMemory(total_bytes=total, used_bytes=total - free, step_bytes=steps.num_bytes)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return zeros: a block that was never written may be read beside one that was, so it must not hold NaN."""

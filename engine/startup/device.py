@@ -26,6 +26,7 @@ from ..worker.shapes import StepLimits
 from ..worker.tables import CacheArenas
 from .arenas import EngineCaches, engine_caches
 from .kv_cache import allocate_draft_inputs
+from .memory import CpuMemory, GpuMemory
 from .step_sizes import StepSizes
 
 
@@ -101,8 +102,8 @@ class DeviceStartup(Protocol):
 
     def load_weights(self) -> CausalLM: ...
 
-    def size_kv_cache(self, model: CausalLM) -> tuple[int, Sequence[int]]:
-        """Return the longest sequence in tokens and the blocks of each cache group. Raises `InvalidEngineConfig`."""
+    def measure_memory(self, model: CausalLM) -> CpuMemory | GpuMemory:
+        """Return the device's memory, now that the weights are loaded, and what steps take of it."""
         ...
 
     def allocate(self, num_bytes: int) -> torch.Tensor:

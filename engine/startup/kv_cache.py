@@ -1,19 +1,9 @@
-"""The memory of the KV blocks: the default budgets, and the allocation.
-
-On a GPU, blocks get
-
-    gpu_memory_utilization x total
-      - memory in use: weights, the driver, other processes
-      - the peak of the largest step, tables and inputs included        measured by the profile run
-      - the memory that captured graphs hold                            measured with the largest one
-      - a margin for fragmentation of the allocator
-"""
+"""The memory of the KV blocks, and of what is kept beside them, allocated and described for transfers."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -22,15 +12,10 @@ from ..core.regions import ArenaRegion, CacheRegion
 from ..hf_config.model_config import ModelConfig
 from ..worker.shapes import StepLimits
 from .arenas import engine_caches
-from .kv_size import KVBudget
-
-# Default of a CPU engine: other engines, their weights and the page cache share the machine's memory.
-_SHARE_OF_FREE_MEMORY = 0.25
-_MOST_BYTES = 4 << 30
 
 
 def allocate_arenas(
-    allocate: Callable[[int], torch.Tensor], caches: CacheLayout, sizes: Sequence[int]
+    allocate: Callable[[int], torch.Tensor], caches: CacheLayout, blocks_by_group: Sequence[int]
 ) -> list[torch.Tensor]:
     """Return the blocks of each cache group, all in one range of memory, so that transfers can register it as a whole.
 
@@ -38,10 +23,11 @@ def allocate_arenas(
     shape of their layout; slots of states are bytes [num_slots, block_bytes].
     """
     starts = [0]
-    for group, size in zip(caches.groups, sizes, strict=True):
-        starts.append(starts[-1] + -(-size * group.blocks.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    for group, num_blocks in zip(caches.groups, blocks_by_group, strict=True):
+        starts.append(starts[-1] + -(-num_blocks * group.blocks.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     memory = allocate(starts[-1])
-    return [_view(memory[at:], size, group) for at, size, group in zip(starts, sizes, caches.groups, strict=False)]
+    placed = zip(starts, blocks_by_group, caches.groups, strict=False)
+    return [_view(memory[start:], num_blocks, group) for start, num_blocks, group in placed]
 
 
 def allocate_draft_inputs(
@@ -88,39 +74,3 @@ def region_of(arenas: Sequence[torch.Tensor], caches: CacheLayout, rank: int = 0
             ArenaRegion(arena.data_ptr(), arena.shape[0], str(arena.device), group.blocks, heads.start, len(heads))
         )
     return CacheRegion(caches, tuple(regions))
-
-
-def cpu_budget(num_members: int = 1, beside_bytes: int = 0) -> KVBudget:
-    """Return the default budget of a CPU engine, for each of `num_members` ranks on this machine.
-
-    Together the ranks take a limited share of the memory that is free now, including `beside_bytes`, which each rank
-    keeps beside its blocks.
-    """
-    spare = min(int(available_memory_bytes() * _SHARE_OF_FREE_MEMORY), _MOST_BYTES) // num_members
-    return KVBudget(max(0, spare - beside_bytes), "kv_cache_memory_bytes")
-
-
-def gpu_budget(step_memory_bytes: int, *, usable: int, free: int, total: int) -> KVBudget:
-    """Return the memory left for blocks on a GPU that has `free` of `total` bytes now, of which all processes together
-    may use `usable` (`weight_counts.usable_gpu_bytes`).
-
-    `step_memory_bytes` is the runner's memory beside weights and blocks.
-    """
-    left = usable - (total - free) - step_memory_bytes
-    return KVBudget(max(0, left), "gpu_memory_utilization")
-
-
-def available_memory_bytes() -> int:
-    """Return the bytes that this process can take without swapping: the machine's, or those of its cgroup if fewer."""
-    machine = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable:")
-    )
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no cgroups, or version 1
-        return machine
-    return machine if limit == "max" else max(0, min(machine, int(limit) - used))

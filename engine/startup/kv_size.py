@@ -1,17 +1,26 @@
-"""The number of KV blocks, and the longest sequence that they hold. No torch."""
+"""The number of KV blocks, and the longest sequence that they hold: `size_kv_cache`. No torch.
+
+start    memory measured once weights are loaded and steps have run ──┐
+                                                                      ├──> size_kv_cache ──> KVSize
+plan     memory assumed (`cluster/planning`) ─────────────────────────┘
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import EngineConfig, InvalidEngineConfig
 from ..core.layout import CacheLayout
 from ..hf_config.model_config import ModelConfig
-from .arenas import arenas_of, divide_memory, engine_caches, least_blocks, least_bytes, longest_sequence
+from .arenas import divide_blocks, divide_memory, engine_caches, least_blocks, least_bytes, longest_sequence
+from .memory import CpuMemory, GpuMemory, usable_gpu_bytes
 
-logger = logging.getLogger(__name__)
+# Default of a CPU engine: other engines, their weights and the page cache share the machine's memory.
+_SHARE_OF_FREE_MEMORY = 0.25
+_MOST_BYTES = 4 << 30
+ENOUGH_FREE_BYTES = int(_MOST_BYTES / _SHARE_OF_FREE_MEMORY)  # with more free memory, a CPU engine gets no more blocks
+_GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -22,32 +31,84 @@ class KVBudget:
     setting: str
 
 
+@dataclass(frozen=True)
+class KVSize:
+    """The KV blocks of a rank."""
+
+    max_model_len: int  # tokens of the longest sequence, which is that of the model or the one that the blocks hold
+    blocks_by_group: Sequence[int]  # of each cache group
+    shortened: str | None = None  # why `max_model_len` is less than the model's; None: it is not
+
+
 def size_kv_cache(
     config: EngineConfig,
+    memory: CpuMemory | GpuMemory,
+    caches: CacheLayout,
+    *,
     max_num_seqs: int,
     context_len: int,
-    caches: CacheLayout,
-    default_budget: Callable[[], KVBudget],
-) -> tuple[int, Sequence[int]]:
-    """Return the longest sequence in tokens (at most `context_len`), and the number of blocks of each cache group.
+) -> KVSize:
+    """Return the blocks of each cache group in a rank, and the longest sequence in tokens, at most `context_len`.
 
-    The number is `num_gpu_blocks_override`, or what fits into the memory (`kv_cache_memory_bytes`, or the default
-    budget), but no more than `max_num_seqs` sequences of full length could fill; see `arenas.py`. If `max_model_len` is
-    not given, too few blocks reduce the longest sequence.
+    Starts and plans alike follow this rule. There are as many blocks as the first of these that applies gives,
 
-    Raises `InvalidEngineConfig` if the blocks cannot hold one sequence of the `max_model_len` that was given.
+        num_gpu_blocks_override   so many of each group that keeps all tokens
+        kv_cache_memory_bytes     what fits into them
+        default of a CPU          what fits into min(free memory / 4, 4 GiB) / ranks on the machine - inputs of drafts
+        default of a GPU          what fits into gpu_memory_utilization x total - memory in use - memory of steps
+
+    but no more than `max_num_seqs` sequences of full length could fill (`arenas.py`, which also divides the memory
+    between groups). If `max_model_len` is not given, too few blocks reduce the longest sequence.
+
+    `caches` is the rank's part. Raises `InvalidEngineConfig` if the blocks cannot hold one sequence of the
+    `max_model_len` that was given, or none of any length.
     """
-    size = _size_of(config, max_num_seqs, context_len, caches, default_budget)
-    if size.num_tokens < context_len:
-        logger.warning(
-            "max_model_len is %d, not the checkpoint's %d: %s leaves %s for KV, but the full length needs %s",
-            size.num_tokens,
-            context_len,
-            size.setting,
-            size.given,
-            size.enough,
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+        blocks = divide_blocks(caches, num_blocks, max_num_seqs, context_len)
+        setting, given = "num_gpu_blocks_override", f"{num_blocks} blocks"
+        enough, fewest = (f"{least_blocks(caches, length)} blocks" for length in (context_len, 1))
+    else:
+        budget = kv_budget(config, memory)
+        blocks = divide_memory(caches, budget.num_bytes, max_num_seqs, context_len)
+        setting, given = budget.setting, f"{budget.num_bytes} bytes"
+        enough, fewest = (f"{least_bytes(caches, length)} bytes" for length in (context_len, 1))
+    fitting = min(longest_sequence(caches, blocks), context_len)
+    if fitting == context_len:
+        return KVSize(context_len, blocks)
+    if fitting == 0 and config.kv_size_setting is None and isinstance(memory, GpuMemory):
+        raise _no_room(setting, memory)
+    if config.max_model_len is not None or fitting == 0:
+        instead = " or lower max_model_len" if fitting else f", or {fewest} for shorter sequences"
+        raise InvalidEngineConfig(
+            setting,
+            f"{given} hold {fitting} tokens, but a sequence may have {context_len}: give at least {enough}{instead}",
         )
-    return size.num_tokens, size.arenas
+    shortened = (
+        f"max_model_len becomes {fitting} instead of {context_len}: {setting} leaves {given} for KV, but the full "
+        f"length needs {enough}"
+    )
+    return KVSize(fitting, blocks, shortened)
+
+
+def kv_budget(config: EngineConfig, memory: CpuMemory | GpuMemory) -> KVBudget:
+    """Return the memory for a rank's blocks, by the rule of `size_kv_cache`, if their number is not given."""
+    if config.kv_cache_memory_bytes is not None:
+        return KVBudget(config.kv_cache_memory_bytes, "kv_cache_memory_bytes")
+    if isinstance(memory, CpuMemory):
+        of_machine = min(int(memory.free_bytes * _SHARE_OF_FREE_MEMORY), _MOST_BYTES)
+        return KVBudget(max(0, of_machine // memory.num_local - memory.draft_bytes), "kv_cache_memory_bytes")
+    left = usable_gpu_bytes(config, memory.total_bytes) - memory.used_bytes - memory.step_bytes
+    return KVBudget(max(0, left), "gpu_memory_utilization")
+
+
+def _no_room(setting: str, memory: GpuMemory) -> InvalidEngineConfig:
+    return InvalidEngineConfig(
+        setting,
+        f"leaves no room for KV blocks: weights, the driver and other processes take {memory.used_bytes / _GB:.1f} GB "
+        f"of {memory.total_bytes / _GB:.1f}, steps {memory.step_bytes / _GB:.1f} GB; raise tensor_parallel_size, lower "
+        "max_num_batched_tokens, or use devices with more memory",
+    )
 
 
 def check_given_size(model: ModelConfig, config: EngineConfig) -> None:
@@ -57,56 +118,18 @@ def check_given_size(model: ModelConfig, config: EngineConfig) -> None:
     """
     if config.kv_size_setting is None:
         return
-    caches = engine_caches(model).layout.of_rank(0, config.tensor_parallel_size)  # the ranks' parts are of equal size
-    # One sequence fits or does not, however many may run at once.
-    _size_of(config, 1, model.max_model_len, caches, lambda: KVBudget(0, ""))
+    caches = engine_caches(model).on_each_rank(config.tensor_parallel_size)
+    # The arguments decide, whatever memory there is; one sequence fits or does not, however many may run at once.
+    size_kv_cache(config, CpuMemory(free_bytes=0), caches, max_num_seqs=1, context_len=model.max_model_len)
 
 
-def check_room(config: EngineConfig, caches: CacheLayout, arenas: Sequence[int], free_bytes: int) -> None:
-    """Raise `InvalidEngineConfig` if blocks that the arguments ask for take more than a device's free memory."""
+def check_blocks_fit(config: EngineConfig, caches: CacheLayout, size: KVSize, left_bytes: int) -> None:
+    """Raise `InvalidEngineConfig` if blocks that the arguments ask for take more than a device has left for them."""
     setting = config.kv_size_setting
-    num_bytes = sum(size * group.blocks.block_bytes for size, group in zip(arenas, caches.groups, strict=True))
-    if setting is not None and num_bytes > free_bytes:
-        left = max(0, free_bytes) / 1e9
+    pairs = zip(size.blocks_by_group, caches.groups, strict=True)
+    num_bytes = sum(num_blocks * group.blocks.block_bytes for num_blocks, group in pairs)
+    if setting is not None and num_bytes > left_bytes:
+        left = max(0, left_bytes) / _GB
         raise InvalidEngineConfig(
-            setting, f"its KV blocks take {num_bytes / 1e9:.1f} GB, and {left:.1f} GB are left for them: give less"
+            setting, f"its KV blocks take {num_bytes / _GB:.1f} GB, and {left:.1f} GB are left for them: give less"
         )
-
-
-@dataclass(frozen=True)
-class _Size:
-    """The blocks of each cache group and the longest sequence that they hold, with parts of messages about both."""
-
-    num_tokens: int
-    arenas: Sequence[int]
-    setting: str
-    given: str
-    enough: str
-
-
-def _size_of(
-    config: EngineConfig,
-    max_num_seqs: int,
-    context_len: int,
-    caches: CacheLayout,
-    default_budget: Callable[[], KVBudget],
-) -> _Size:
-    if config.num_gpu_blocks_override is not None:
-        given_blocks = config.num_gpu_blocks_override
-        arenas = arenas_of(caches, given_blocks, max_num_seqs, context_len)
-        setting, given = "num_gpu_blocks_override", f"{given_blocks} blocks"
-        enough, fewest = (f"{least_blocks(caches, length)} blocks" for length in (context_len, 1))
-    else:
-        asked = config.kv_cache_memory_bytes
-        budget = default_budget() if asked is None else KVBudget(asked, "kv_cache_memory_bytes")
-        arenas = divide_memory(caches, budget.num_bytes, max_num_seqs, context_len)
-        setting, given = budget.setting, f"{budget.num_bytes} bytes"
-        enough, fewest = (f"{least_bytes(caches, length)} bytes" for length in (context_len, 1))
-    fitting = min(longest_sequence(caches, arenas), context_len)
-    if fitting < context_len and (config.max_model_len is not None or fitting == 0):
-        instead = " or lower max_model_len" if fitting else f", or {fewest} for shorter sequences"
-        raise InvalidEngineConfig(
-            setting,
-            f"{given} hold {fitting} tokens, but a sequence may have {context_len}: give at least {enough}{instead}",
-        )
-    return _Size(fitting, arenas, setting, given, enough)

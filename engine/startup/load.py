@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,10 +22,14 @@ from ..parallel.rank_group import RankGroup
 from ..worker.expert_balance import ExpertBalancer, ReviewingRunner
 from .device import DeviceStartup, RankContext
 from .device_board import board_of
-from .kv_cache import allocate_arenas, available_memory_bytes, region_of
+from .kv_cache import allocate_arenas, region_of
+from .kv_size import KVSize, check_blocks_fit, size_kv_cache
+from .memory import CpuMemory, GpuMemory, available_memory_bytes, usable_gpu_bytes
 from .phases import Phases
 from .step_sizes import StepSizes, step_sizes
-from .weight_counts import check_weights_fit, usable_gpu_bytes
+from .weight_counts import check_weights_fit
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
 
@@ -67,9 +72,9 @@ def load_member(context: RankContext, membership: RankGroup, compiler: Compiler 
     with phases("weights"):
         model = startup.load_weights()
     with phases("kv_cache"):
-        longest, fitting = startup.size_kv_cache(model)
-        max_model_len, *sizes = widest.all_min([longest, *fitting])
-        arenas = allocate_arenas(startup.allocate, context.own_caches, sizes)
+        fitting = _size_kv_cache(context, steps, startup.measure_memory(model))
+        max_model_len, *blocks_by_group = widest.all_min([fitting.max_model_len, *fitting.blocks_by_group])
+        arenas = allocate_arenas(startup.allocate, context.own_caches, blocks_by_group)
     balancer = ExpertBalancer.of(model, context.groups, moves=config.enable_eplb)
 
     def make_runner() -> Runner:
@@ -84,7 +89,7 @@ def load_member(context: RankContext, membership: RankGroup, compiler: Compiler 
     return LoadedMember(
         membership=membership,
         model_config=context.model_config,
-        core_config=_core_config(context, steps, max_model_len, sizes),
+        core_config=_core_config(context, steps, max_model_len, blocks_by_group),
         region=region_of(arenas, context.caches.layout, member.tp_rank, member.tensor_parallel_size),
         device_type=context.device.type,
         yielding=_yielding(context),
@@ -118,6 +123,16 @@ def _step_sizes(context: RankContext) -> StepSizes:
     return StepSizes(*context.groups.widest.all_min(sizes))
 
 
+def _size_kv_cache(context: RankContext, steps: StepSizes, memory: CpuMemory | GpuMemory) -> KVSize:
+    """Return the blocks that this rank has memory for. Raises `InvalidEngineConfig`."""
+    config, caches, context_len = context.config, context.own_caches, context.model_config.max_model_len
+    size = size_kv_cache(config, memory, caches, max_num_seqs=steps.max_num_seqs, context_len=context_len)
+    check_blocks_fit(config, caches, size, memory.left_bytes)
+    if size.shortened is not None:
+        logger.warning("%s", size.shortened)
+    return size
+
+
 def _startup_on(context: RankContext, steps: StepSizes, phases: Phases, compiler: Compiler | None) -> DeviceStartup:
     """Return the start-up of the context's kind of device. `compiler` compiles a GPU's kernels."""
     if context.device.type == "cpu":
@@ -129,7 +144,9 @@ def _startup_on(context: RankContext, steps: StepSizes, phases: Phases, compiler
     return CudaStartup(context, steps, phases, compiler)
 
 
-def _core_config(context: RankContext, steps: StepSizes, max_model_len: int, arenas: Sequence[int]) -> EngineCoreConfig:
+def _core_config(
+    context: RankContext, steps: StepSizes, max_model_len: int, blocks_by_group: Sequence[int]
+) -> EngineCoreConfig:
     config, model_config = context.config, context.model_config
     groups = [
         CacheGroupConfig(
@@ -137,10 +154,10 @@ def _core_config(context: RankContext, steps: StepSizes, max_model_len: int, are
             window=group.window,
             checkpoint_tokens=CHECKPOINT_TOKENS if group.kind is CacheKind.STATE else None,
         )
-        for group, num_blocks in zip(context.caches.layout.groups, arenas, strict=True)
+        for group, num_blocks in zip(context.caches.layout.groups, blocks_by_group, strict=True)
     ]
     return EngineCoreConfig(
-        num_blocks=sum(arenas),
+        num_blocks=sum(blocks_by_group),
         cache_groups=groups,
         block_size=config.block_size,
         max_num_seqs=steps.max_num_seqs,

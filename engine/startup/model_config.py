@@ -51,11 +51,13 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         dtype=DTYPES[config.dtype] or "auto",
         max_model_len=config.max_model_len,
         load_format=config.load_format,
-        kv_cache_dtype=config.kv_cache_dtype,
         seed=config.seed,
-        window_caches=not config.disable_hybrid_kv_cache_manager,
-        drafts=speculation is not None and speculation.method == "mtp",
     )
+    model = dataclasses.replace(model, window_caches=not config.disable_hybrid_kv_cache_manager)
+    if config.kv_cache_dtype != "auto":
+        model = model.with_fp8_cache()
+    if speculation is not None and speculation.method == "mtp":
+        model = model.with_draft_layers()
     check_division(model, config)
     num_layers = model.num_run_draft_layers
     if speculation is not None and 1 < num_layers < speculation.num_speculative_tokens:
@@ -88,14 +90,14 @@ def _read_draft_model(model: ModelConfig, config: EngineConfig, speculation: Spe
     )
     if speculation.method == "eagle3":
         return read_eagle3(folder, model)
-    return load_config(
+    draft_model = load_config(
         folder,
         dtype=model.dtype,
         max_model_len=model.max_model_len,
         load_format=config.load_format,
         seed=config.seed,
-        window_caches=not config.disable_hybrid_kv_cache_manager,
     )
+    return dataclasses.replace(draft_model, window_caches=model.window_caches)
 
 
 def _check_draft_model(model: ModelConfig, draft_model: ModelConfig) -> None:

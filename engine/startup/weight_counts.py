@@ -48,13 +48,6 @@ def draft_model_bytes_of_rank(model: ModelConfig, config: EngineConfig, *, has_f
     return weights_of_rank(draft_model, divided).num_bytes(draft_model, has_fp8=has_fp8)
 
 
-def usable_gpu_bytes(config: EngineConfig, total_bytes: int) -> int:
-    """Return how many of a GPU's bytes an engine may use: a share, where `gpu_memory_utilization` sizes the blocks."""
-    if config.kv_size_setting is None:
-        return int(config.gpu_memory_utilization * total_bytes)
-    return total_bytes
-
-
 def check_weights_fit(model: ModelConfig, config: EngineConfig, memory_bytes: int, *, has_fp8: bool) -> None:
     """Raise `InvalidEngineConfig` if one rank's weights take more than `memory_bytes`.
 

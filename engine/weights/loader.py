@@ -24,9 +24,9 @@ from baton.kernels import fp8
 
 from ..absent import FETCH_AGAIN
 from ..hf_config.checkpoint import DTYPES, E4M3, Checkpoint, TensorEntry, some
-from ..hf_config.config_reader import text_tensors
 from ..hf_config.errors import WeightsError
 from ..hf_config.quantization import Quantization
+from ..hf_config.text_part import text_tensors
 from ..layers.base import Layer, Share, Slot, layers_of
 from ..layers.experts import Experts
 from ..layers.fp8 import Fp8Experts, Fp8Linear, plain_weight

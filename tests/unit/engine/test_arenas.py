@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -13,12 +11,13 @@ from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.core.layout import BLOCK_SIZE, CacheKind, CacheLayout, LayerCache, LayerState, StatePart
 from baton.engine.startup.arenas import (
     LEAST_SLOTS,
-    arenas_of,
+    divide_blocks,
     divide_memory,
     longest_sequence,
     needs_of,
 )
-from baton.engine.startup.kv_size import KVBudget, size_kv_cache
+from baton.engine.startup.kv_size import KVSize, size_kv_cache
+from baton.engine.startup.memory import CpuMemory
 
 FULL = LayerCache(kind=CacheKind.FULL, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 WINDOW = msgspec.structs.replace(FULL, kind=CacheKind.WINDOW, window=128)
@@ -128,17 +127,17 @@ def test_at_full_load_each_sequence_has_two_slots_and_one_for_each_stretch_of_it
     blocks, slots = divide_memory(caches, 1 << 50, 64, 32_768)
     assert (blocks, slots) == (64 * WHOLE, LEAST_SLOTS + 64 * (2 + 8))
     assert needs_of(caches.groups[1]).requests_at_once(slots, 32_768) >= 64
-    assert list(arenas_of(caches, 10**6, 64, 32_768)) == [10**6, slots]
+    assert list(divide_blocks(caches, 10**6, 64, 32_768)) == [10**6, slots]
 
 
 def test_the_blocks_that_a_refusal_asks_for_are_enough_for_states() -> None:
-    def size(num_blocks: int) -> tuple[int, Sequence[int]]:
+    def size(num_blocks: int) -> KVSize:
         config = EngineConfig(model="m", num_gpu_blocks_override=num_blocks, max_model_len=31)
-        return size_kv_cache(config, 4, 31, layout(FULL, STATE), lambda: KVBudget(0, "kv_cache_memory_bytes"))
+        return size_kv_cache(config, CpuMemory(free_bytes=0), layout(FULL, STATE), max_num_seqs=4, context_len=31)
 
     with pytest.raises(InvalidEngineConfig, match=f"2 blocks hold 0 tokens, .* give at least {LEAST_SLOTS} blocks"):
         size(2)
-    assert size(LEAST_SLOTS) == (31, [LEAST_SLOTS, LEAST_SLOTS])
+    assert size(LEAST_SLOTS) == KVSize(31, [LEAST_SLOTS, LEAST_SLOTS])
 
 
 def test_without_slots_there_is_no_sequence() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import SamplingParams
+from baton.engine import EngineConfig, SamplingParams
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.grammar import GrammarSource
@@ -26,7 +26,8 @@ from baton.engine.core.scheduling.scheduler import Scheduler
 from baton.engine.core.step import Chunk, RowStart, Runner, StepPlan
 from baton.engine.layers.step_context import RankRows
 from baton.engine.models import load_config, load_model, stub_model
-from baton.engine.startup.kv_cache import gpu_budget
+from baton.engine.startup.kv_size import KVBudget, kv_budget
+from baton.engine.startup.memory import GpuMemory
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.backends.cuda import CudaBackend, CudaStep
@@ -370,8 +371,13 @@ def test_a_runner_is_gone_when_nobody_has_it(workshop: Workshop) -> None:
 def test_blocks_get_what_the_step_and_the_graphs_leave_of_the_share() -> None:
     gib = 1 << 30
     memory = StepMemory(step_bytes=10 * gib, captured_bytes=gib, num_captured=64)
-    budget = gpu_budget(memory.num_bytes, usable=90 * gib, free=80 * gib, total=100 * gib)
-    assert budget.num_bytes == 70 * gib - memory.num_bytes
+
+    def budget_of(share: float) -> KVBudget:
+        config = EngineConfig(model="m", gpu_memory_utilization=share)
+        gpu = GpuMemory(total_bytes=100 * gib, used_bytes=20 * gib, step_bytes=memory.num_bytes)
+        return kv_budget(config, gpu)
+
+    assert budget_of(0.9).num_bytes == 70 * gib - memory.num_bytes
     assert 11 * gib < memory.num_bytes < 12.5 * gib
-    assert gpu_budget(memory.num_bytes, usable=20 * gib, free=80 * gib, total=100 * gib).num_bytes == 0
-    assert budget.setting == "gpu_memory_utilization"
+    assert budget_of(0.2).num_bytes == 0
+    assert budget_of(0.9).setting == "gpu_memory_utilization"

@@ -151,7 +151,7 @@ def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(
 
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> Engines:
-    return Engines(load_config(folder, dtype="float32", drafts=True), LIMITS)
+    return Engines(load_config(folder, dtype="float32").with_draft_layers(), LIMITS)
 
 
 @pytest.mark.slow

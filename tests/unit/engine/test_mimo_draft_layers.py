@@ -5,6 +5,7 @@ Answers are those without drafts, and drafts are those of a plain torch referenc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -88,7 +89,9 @@ def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(
 
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> Engines:
-    return Engines(load_config(folder, dtype="float32", drafts=True, window_caches=True), LIMITS)
+    return Engines(
+        dataclasses.replace(load_config(folder, dtype="float32").with_draft_layers(), window_caches=True), LIMITS
+    )
 
 
 @pytest.mark.slow

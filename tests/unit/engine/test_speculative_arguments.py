@@ -99,22 +99,22 @@ def test_what_guesses_on_the_device_does_so_in_all_fleets_or_in_none(guesses: di
     assert {spec.engine_config(role).kept_for_guesses for role in (Role.PREFILL, Role.DECODE)} == {name}
 
 
-def read(folder: Path, kind: str, architecture: str, *, drafts: bool = False, **keys: Any) -> ModelConfig:
+def read(folder: Path, kind: str, architecture: str, **keys: Any) -> ModelConfig:
     raw = {**SHAPE, **DIFFERENCES[kind], "architectures": [architecture], "model_type": kind, **keys}
     (folder / "config.json").write_text(json.dumps(raw))
-    return load_config(folder, load_format="dummy", drafts=drafts)
+    return load_config(folder, load_format="dummy")
 
 
 def test_a_model_without_a_draft_layer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="'mtp' is not supported for Qwen3ForCausalLM"):
-        read(tmp_path, "qwen3", "Qwen3ForCausalLM", drafts=True)
+        read(tmp_path, "qwen3", "Qwen3ForCausalLM").with_draft_layers()
     with pytest.raises(UnsupportedModel, match="needs draft layers, and there are none"):
-        read(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM", drafts=True, num_nextn_predict_layers=0)
+        read(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM", num_nextn_predict_layers=0).with_draft_layers()
 
 
 def test_a_draft_layer_is_one_more_layer_of_the_caches_and_weights(tmp_path: Path) -> None:
     plain = read(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM")
-    drafting = read(tmp_path, "deepseek_v3", "DeepseekV3ForCausalLM", drafts=True)
+    drafting = plain.with_draft_layers()
     assert plain.identity == drafting.identity
     assert drafting.caches.only.layers == (*plain.caches.only.layers, plain.num_layers)
     assert drafting.caches.fingerprint != plain.caches.fingerprint, "their blocks do not fit each other"

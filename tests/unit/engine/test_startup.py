@@ -12,8 +12,9 @@ import torch
 
 from baton.engine import EngineConfig, InvalidEngineConfig, build_engine
 from baton.engine.core.regions import CacheRegion
-from baton.engine.startup import kv_cache
+from baton.engine.startup import cpu
 from baton.engine.startup.build import Engine
+from baton.engine.startup.memory import available_memory_bytes
 
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 32 * 4  # layers, K and V, tokens, kv heads, head_dim, float32
 
@@ -96,7 +97,7 @@ def test_there_are_never_more_blocks_than_the_rows_could_fill(build: Any) -> Non
 
 
 def test_a_share_of_free_memory_serves_where_nobody_says(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: 400 * BLOCK_BYTES)
+    monkeypatch.setattr(cpu, "available_memory_bytes", lambda: 400 * BLOCK_BYTES)
     assert build().core.config.num_blocks == 100
 
 
@@ -162,7 +163,7 @@ def test_an_engine_of_a_single_block_warms_up(build: Any) -> None:
 
 def test_free_memory_is_the_smaller_of_the_machines_and_the_control_groups() -> None:
     machine = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
-    assert 0 < kv_cache.available_memory_bytes() <= int(machine.split()[1]) * 1024
+    assert 0 < available_memory_bytes() <= int(machine.split()[1]) * 1024
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_processes_that_compile_are_gone_when_the_start_fails(
     compiler = Compiler()
     monkeypatch.setattr("baton.engine.startup.build.start_compiler", lambda: compiler)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: 0)
+    monkeypatch.setattr(cpu, "available_memory_bytes", lambda: 0)
     with pytest.raises(InvalidEngineConfig, match=wrong):
         build_engine(EngineConfig.from_args({"model": str(checkpoint), "max_model_len": 64, **args}))
     assert compiler.closed

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 
+from baton.engine.config import EngineConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.layout import draft_places
 from baton.engine.core.messages import EngineOutput, EngineRequest
@@ -28,9 +29,11 @@ from baton.engine.layers.decoder import CausalLM
 from baton.engine.models import load_config, load_model
 from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.offline.llm import LLM
-from baton.engine.startup import build, kv_cache
+from baton.engine.startup import build
 from baton.engine.startup.arenas import draft_bytes
 from baton.engine.startup.kv_cache import allocate_draft_inputs, allocate_on_cpu
+from baton.engine.startup.kv_size import kv_budget
+from baton.engine.startup.memory import CpuMemory
 from baton.engine.worker import inputs
 from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cpu_shapes import CpuShapes
@@ -381,10 +384,13 @@ def test_as_much_memory_is_planned_for_drafts_as_a_rank_takes(
     assert draft_bytes(model, None, LIMITS.max_num_seqs, ranks) == 0
 
 
-def test_a_cpu_engine_keeps_its_drafts_within_the_memory_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: 1 << 30)
-    assert kv_cache.cpu_budget(2).num_bytes - kv_cache.cpu_budget(2, 1 << 20).num_bytes == 1 << 20
-    assert kv_cache.cpu_budget(2, 1 << 40).num_bytes == 0
+def test_a_cpu_engine_keeps_its_drafts_within_the_memory_for_blocks() -> None:
+    none, some, all_of_it = (
+        kv_budget(EngineConfig(model="m"), CpuMemory(free_bytes=1 << 30, num_local=2, draft_bytes=taken)).num_bytes
+        for taken in (0, 1 << 20, 1 << 40)
+    )
+    assert none - some == 1 << 20
+    assert all_of_it == 0
 
 
 def test_places_hold_the_drafts_of_two_steps_and_the_token_between_them() -> None:

@@ -251,11 +251,18 @@ def test_layers_can_be_left_unquantized_by_name_part_or_pattern(ignored: str, la
 
 def test_an_fp8_cache_gives_nearly_the_same_logprobs(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
-    wide, narrow = (load_model(load_config(folder, kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
+    config = load_config(folder)
+    wide, narrow = load_model(config), load_model(config.with_fp8_cache())
     tokens = random_tokens(40)
     logprobs, expected = (chunked_logprobs(model, tokens, 16) for model in (narrow, wide))
     error = (logprobs - expected).std() / expected.std()
     assert 0 < error < 0.1
+
+
+def test_an_fp8_cache_of_latents_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "deepseek_v3")
+    with pytest.raises(UnsupportedModel, match="kv_cache_dtype must be 'auto': caches of latents"):
+        load_config(folder).with_fp8_cache()
 
 
 def test_scales_of_an_fp8_cache_keep_values_in_its_range(tmp_path: Path) -> None:
@@ -268,7 +275,8 @@ def test_scales_of_an_fp8_cache_keep_values_in_its_range(tmp_path: Path) -> None
         tensors[f"{name}.k_scale"] = torch.tensor([0.25])
         tensors[f"{name}.v_scale"] = torch.tensor(1000.0)
     save_file(tensors, folder / "model.safetensors")
-    wide, narrow = (load_model(load_config(folder, kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
+    config = load_config(folder)
+    wide, narrow = load_model(config), load_model(config.with_fp8_cache())
     scale = narrow.model.layers[0].self_attn.v_scale
     assert scale is not None
     assert scale.data.tolist() == [1000.0]

@@ -253,7 +253,7 @@ def test_a_draft_layer_in_8_bits_is_read_with_its_scales(tmp_path: Path) -> None
     folders = write_fp8_checkpoint(tmp_path, "blocks", "qwen3_next", keep=["*.in_proj_ba"], drafts=True, **config)
     heads = []
     for folder in folders:
-        model = load_model(load_config(folder, dtype="float32", drafts=True))
+        model = load_model(load_config(folder, dtype="float32").with_draft_layers())
         (head,) = model.draft_heads
         heads.append((layers_of(Linear, head), layers_of(Experts, head)))
     (linear, [(_, experts)]), (plain_linear, [(_, plain_experts)]) = heads
@@ -299,7 +299,7 @@ def test_the_quantization_file_of_model_optimizer_is_read(tmp_path: Path) -> Non
     for part, scale in ("k", 0.25), ("v", 2.0):
         tensors[f"backbone.layers.2.mixer.{part}_proj.{part}_scale"] = torch.tensor(scale)
     save_file(tensors, folder / "model.safetensors")
-    config = load_config(folder, kv_cache_dtype="fp8", dtype="float32")
+    config = load_config(folder, dtype="float32").with_fp8_cache()
     assert config.quantization is not None
     assert not config.quantization.covers("backbone.layers.2.mixer.q_proj")
     assert config.quantization.covers("backbone.layers.0.mixer.in_proj")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +81,7 @@ def read(tmp_path: Path) -> Callable[..., ModelConfig]:
         keys = {**MIMO_V2_FLASH, **changes}
         left = {name: value for name, value in keys.items() if value is not None or name not in changes}
         (tmp_path / "config.json").write_text(json.dumps(left))
-        return load_config(tmp_path, load_format="dummy", window_caches=True)
+        return dataclasses.replace(load_config(tmp_path, load_format="dummy"), window_caches=True)
 
     return make
 

@@ -100,7 +100,8 @@ class ThreadEngines:
 
         With `num_drafts`, the model's draft layer runs, and requests of `drafting_ranks` have up to so many drafts.
         """
-        self._config = load_config(folder, drafts=num_drafts > 0)
+        config = load_config(folder)
+        self._config = config.with_draft_layers() if num_drafts else config
         self._num_drafts = num_drafts
         self._core_config = EngineCoreConfig(
             num_blocks=num_blocks,

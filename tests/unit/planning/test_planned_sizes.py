@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.planning.plan import GB, Machines, Plan, Traffic, make_plan
+from baton.cluster.planning.fleet_memory import Traffic
+from baton.cluster.planning.placement import Machines
+from baton.cluster.planning.plan import Plan, make_plan
+from baton.cluster.planning.sizing import GB
 from baton.cluster.spec import load_spec
 
 SHAPE = Path(__file__).parents[3] / "configs/models/qwen3-32b"

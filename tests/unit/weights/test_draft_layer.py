@@ -25,12 +25,13 @@ def test_a_checkpoint_with_a_draft_layer_passes_the_check_with_and_without_draft
         write_mimo(folder)
     else:
         with_draft_layer(folder, architecture)
-    for drafts in (False, True):
-        check_weights(load_config(folder, drafts=drafts))
+    config = load_config(folder)
+    check_weights(config)
+    check_weights(config.with_draft_layers())
     lost = _remove_a_norm(folder)
     check_weights(load_config(folder))
     with pytest.raises(WeightsError, match=f"1 missing: {lost}"):
-        check_weights(load_config(folder, drafts=True))
+        check_weights(load_config(folder).with_draft_layers())
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_a_checkpoint_that_lacks_the_draft_layer_of_its_config_is_refused_by_nam
     edit_config(folder, num_nextn_predict_layers=1)
     check_weights(load_config(folder))
     with pytest.raises(UnsupportedModel, match=f"'mtp' needs draft layers, and there are no tensors {path}"):
-        load_config(folder, drafts=True)
+        load_config(folder).with_draft_layers()
 
 
 def _remove_a_norm(folder: Path) -> str:
