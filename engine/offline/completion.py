@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..core.logprobs import TokenLogprobs
@@ -70,11 +71,9 @@ class Continuation:
         self.output = CompletionOutput(index=index, text="", token_ids=[])
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self._prompt_token_ids = prompt_token_ids
         self._params = params
         self._tokenizer = tokenizer
-        self._text: TextStream | None = None
-        if tokenizer is not None and params.detokenize:
-            self._text = TextStream(tokenizer, params, prompt_token_ids)
 
     def take(self, step: EngineOutput) -> None:
         """Add the output of one step. If the engine or a stop string ended it, `output.finish_reason` is set."""
@@ -95,6 +94,13 @@ class Continuation:
             output.finish_reason = step.finish_reason.value
             if step.stop_token_id in self._params.stop_token_ids:
                 output.stop_reason = step.stop_token_id
+
+    @cached_property
+    def _text(self) -> TextStream | None:
+        """The text so far. It begins with the first output, when the engine has accepted the prompt's token ids."""
+        if self._tokenizer is None or not self._params.detokenize:
+            return None
+        return TextStream(self._tokenizer, self._params, self._prompt_token_ids)
 
     def _add_logprobs(self, entry: TokenLogprobs) -> None:
         assert self.output.logprobs is not None

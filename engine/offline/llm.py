@@ -6,6 +6,7 @@ import importlib
 import itertools
 import os
 import random
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,8 +70,9 @@ class LLM:
         for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
             print(output.outputs[0].text)
 
-    `close`, or the end of a `with` block or of this process, ends the other processes. Raises `InvalidEngineConfig`,
-    `ModelError`, `TokenizerError`, or `GroupFailed` if one of the other processes fails.
+    Several threads may call it: their calls run one after the other. `close`, or the end of a `with` block or of this
+    process, ends the other processes. Raises `InvalidEngineConfig`, `ModelError`, `TokenizerError`, or `GroupFailed` if
+    one of the other processes fails.
     """
 
     def __init__(
@@ -90,12 +92,14 @@ class LLM:
             core = self.engine.core
             self._core: OfflineCore = core if members is None else members.core_of_all_ranks(core)
             self._end = weakref.finalize(self, stack.pop_all().close)
+        self._turn = threading.RLock()  # an engine's steps belong to one call at a time
         self._ids = itertools.count()
         self._random = random.Random(config.seed)  # draws missing seeds, so that two runs of a script are equal
 
     def close(self) -> None:
-        """End the engine and its processes. Nothing can be generated afterwards."""
-        self._end()
+        """End the engine and its processes, after calls of other threads. Nothing can be generated afterwards."""
+        with self._turn:
+            self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -190,16 +194,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        if not self._end.alive:
-            raise EngineFailed("the engine was closed", [])
         require_flag("use_tqdm", use_tqdm, "; a bar of another kind is not drawn")
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        requests = [
-            self._request(index, self._prompts.read(index, prompt), params)
-            for index, (prompt, params) in enumerate(zip(prompts, one_for_each(params, len(prompts)), strict=True))
-        ]
-        with prompts_bar(len(requests)) if use_tqdm else nullcontext() as bar:
-            self._run(requests, bar)
+        with self._turn:
+            if not self._end.alive:
+                raise EngineFailed("the engine was closed", [])
+            requests = [
+                self._request(index, self._prompts.read(index, prompt), params)
+                for index, (prompt, params) in enumerate(zip(prompts, one_for_each(params, len(prompts)), strict=True))
+            ]
+            with prompts_bar(len(requests)) if use_tqdm else nullcontext() as bar:
+                self._run(requests, bar)
         return [request.output for request in requests]
 
     def _request(self, index: int, prompt: ReadPrompt, params: SamplingParams) -> _Request:

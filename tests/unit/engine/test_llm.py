@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,16 @@ def test_answers_come_in_the_order_of_the_prompts_each_with_its_own_parameters(l
     assert [len(result.outputs[0].token_ids) for result in results] == lengths
     assert len({result.request_id for result in results}) == 4
     assert all(result.finished and result.outputs[0].finish_reason == "length" for result in results)
+
+
+def test_calls_of_several_threads_take_turns(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    prompts = [[number + 3] * 20 for number in range(8)]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        found = list(threads.map(lambda prompt: llm.generate([prompt] * 3, GREEDY, use_tqdm=False), prompts))
+    for prompt, results in zip(prompts, found, strict=True):
+        (alone,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert [each.outputs[0].token_ids for each in results] == [alone.outputs[0].token_ids] * 3
 
 
 def test_no_prompts_give_no_answers(llm: LLM) -> None:

@@ -66,6 +66,12 @@ def test_a_prompt_that_the_engine_refuses_is_named_by_its_place_in_the_call(llm:
             llm.generate([IDS, [99_999]], GREEDY, use_tqdm=False)
 
 
+@pytest.mark.parametrize("token", [-1, 2**40, 2**70])
+def test_a_token_that_no_tokenizer_knows_is_refused_where_text_is_written_too(text_llm: LLM, token: int) -> None:
+    with pytest.raises(InvalidPrompt, match=rf"^prompts\[0\]: token id {token} "):
+        text_llm.generate([[5, token]], GREEDY, use_tqdm=False)
+
+
 def test_token_ids_may_be_those_of_other_libraries(llm: LLM) -> None:
     expected = llm.generate(IDS, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     array = np.array(IDS)
