@@ -31,7 +31,7 @@ from .protocol.stats import TransferStats
 from .settings import LocalEngine, PeerInfo, TransferSettings
 from .threads import ChannelThread
 from .transports import Transport
-from .transports.fastest import START_TIMEOUT_S, open_transport
+from .transports.opening import START_TIMEOUT_S, open_transport
 
 __all__ = ["PeerInfo", "TransferConnector", "TransferSettings", "TransferStats"]
 

@@ -39,7 +39,9 @@ class TransferSettings(StrictModel):
     margin_s: float = Field(0.5, gt=0)  # a read that ends within this time before the lease does is discarded
     renew_at: float = Field(0.5, gt=0, lt=1)  # fraction of the lease after which a reader that is not done renews it
     retry_s: float = Field(0.5, gt=0)  # an unanswered message is sent again after so long
-    connect_s: float = Field(5.0, gt=0)  # a receive fails if the holder's memory cannot be reached within this time
+    # A receive fails if the holder's memory cannot be reached within this time. A lane that takes longer to connect is
+    # not waited for while others work.
+    connect_s: float = Field(5.0, gt=0)
     # A peer that sends nothing for so long counts as lost: reads of its memory fail.
     heartbeat_timeout_s: float = Field(HEARTBEAT_TIMEOUT_S, ge=MIN_HEARTBEAT_TIMEOUT_S)
     # A read fails when none of its batches has ended for so long. Two batches take 4 s at 1 Gbit/s; and NIXL's UCX

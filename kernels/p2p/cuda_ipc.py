@@ -52,6 +52,11 @@ class DeviceMemory:
         _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
         return bytes(handle)
 
+    def num_bytes(self) -> int:
+        """Return the size of the whole allocation, as the driver knows it. Raises `DriverError`."""
+        _, num_bytes = _allocation_around(self.address)
+        return num_bytes
+
     def fill(self, value: int, count: int) -> None:
         """Fill with a 16-bit value, `count` times. Raises `DriverError`."""
         _call("cuMemsetD16_v2", ctypes.c_uint64(self.address), ctypes.c_ushort(value & 0xFFFF), ctypes.c_size_t(count))
@@ -79,17 +84,23 @@ def shared_handle(address: int) -> tuple[bytes, int]:
 
     Raises `DriverError` if the memory cannot be shared, for example in torch's expandable segments.
     """
-    base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    base, _ = _allocation_around(address)
     handle = _Handle()
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    return bytes(handle), address - base.value
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
+    return bytes(handle), address - base
 
 
 def copy_async(target: int, source: int, num_bytes: int, stream: int) -> None:
     """Start a copy between two addresses that the device can access, in a stream. Raises `DriverError`."""
     sizes = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes)
     _call("cuMemcpyAsync", *sizes, ctypes.c_void_p(stream))
+
+
+def _allocation_around(address: int) -> tuple[int, int]:
+    """Return the first address and the size of the allocation, our own or an opened one, that `address` is in."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    return base.value, size.value
 
 
 def _call(name: str, *args: object) -> None:

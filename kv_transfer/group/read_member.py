@@ -22,7 +22,7 @@ from ..errors import TransferError
 from ..pacing import POLL_IDLE_S, pause_s
 from ..settings import TransferSettings
 from ..transports import Lane, PeerHandle, PeerState, ReadHandle, ReadState
-from ..transports.fastest import START_TIMEOUT_S, open_transport
+from ..transports.opening import START_TIMEOUT_S, open_transport
 from .rank_reader import RankReader
 from .read_messages import (
     READS,

@@ -130,10 +130,8 @@ class HandoffCoordinator:
         if offered.refusal:
             raise TransportError(f"{offered.lease.holder.engine_id} offers nothing: {offered.refusal}")
         peer = self.peers.connect(offered.lease.holder, offered.kv_address, now)
-        if peer.status is PeerStatus.REFUSED:
-            raise TransportError(f"{peer.key.engine_id} refuses to pair: {peer.refusal}")
-        if peer.is_cut_off:
-            raise TransportError(f"{peer.key.engine_id} at {peer.address} is cut off")
+        if peer.why_unread:
+            raise TransportError(peer.why_unread)
         return peer
 
     def cancel(self, receive: TransferId) -> None:

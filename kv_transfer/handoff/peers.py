@@ -2,7 +2,7 @@
 
 connect ──> HANDSHAKE ──accepted──> WARMING ──memory answers──> READY
               ^   │                    │                          │
-              │   └─refused─> REFUSED  │                          │
+              │   └─refused─> REFUSED  │ or `PAIRING_S` have gone │
               └───── the transport or the connection broke ───────┘
 
 Some lanes need the CPU of the engine that is read, and that engine knows only readers to which it has granted an offer.
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 MAX_HANDSHAKE_PAUSE_S = 10.0
 REPEAT_FOR_READS_S = SERVE_AFTER_HANDSHAKE_S / 2
+# A peer whose memory has not answered by then is paired anew. UCX, which gives up a lost TCP connection after 10 s, has
+# reported that before, and the reads that measure a lane, 12 MB, have ended even at 5 Mbit/s.
+PAIRING_S = 30.0
 
 
 class PeerStatus(enum.Enum):
@@ -55,6 +58,17 @@ class Peer:
     warming_since: float = 0.0
     refusal: str = ""
     is_cut_off: bool = False  # its connection broke, and no handshake has succeeded since
+    is_overdue: bool = False  # it was not connected within `PAIRING_S`, and has not been since
+
+    @property
+    def why_unread(self) -> str:
+        """Return why nothing can be read from it now, so that waiting for it is no use, or an empty string."""
+        name = self.key.engine_id
+        if self.status is PeerStatus.REFUSED:
+            return f"{name} refuses to pair: {self.refusal}"
+        if self.is_cut_off:
+            return f"{name} at {self.address} is cut off"
+        return f"the memory of {name} at {self.address} does not answer" if self.is_overdue else ""
 
 
 class Peers:
@@ -239,10 +253,17 @@ class Peers:
         assert peer.memory is not None
         state = self._group.peer_state(peer.memory)
         if state is PeerState.CONNECTED:
-            peer.status, peer.handshake_pause_s = PeerStatus.READY, self._retry_s
+            peer.status, peer.handshake_pause_s, peer.is_overdue = PeerStatus.READY, self._retry_s, False
             logger.info("connected to %s at %s", peer.key.engine_id, peer.address)
             return True
-        if state is PeerState.BROKEN:
+        is_too_late = now - peer.warming_since >= PAIRING_S
+        if is_too_late and state is PeerState.CONNECTING:
+            logger.warning(
+                "the memory of %s at %s does not answer: not connected within %g s, trying anew",
+                *(peer.key.engine_id, peer.address, PAIRING_S),
+            )
+            peer.is_overdue = True
+        if is_too_late or state is PeerState.BROKEN:
             peer.status = PeerStatus.HANDSHAKE
             self._schedule_handshake(peer, now)
             self._retire(peer)

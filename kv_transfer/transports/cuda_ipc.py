@@ -10,6 +10,8 @@ and over NVLink at the speed of the link.
 * The holder takes no part in a read: `progress` does nothing.
 * The driver keeps an allocation while another process has it mapped, even after its owner has died. So a read of a dead
   peer succeeds; whether its bytes may be used is decided by the lease, as always. `remove_peer` frees the memory.
+* A peer describes its memory as a part of an allocation. The driver knows how large that is, and a copy of more would
+  be an illegal access, which ends our process. So a description that does not fit is refused when it is mapped.
 * A handle does not prove whose memory it opens: `CUDA_VISIBLE_DEVICES` may number devices differently on both sides.
   The nonce in the probe buffer proves that the mapping is the peer's memory.
 """
@@ -94,13 +96,19 @@ class _Read:
 class _Mapping:
     """Another process's allocation, mapped into this one until `close`."""
 
-    def __init__(self, shared: _Shared) -> None:
+    def __init__(self, shared: _Shared, content: str) -> None:
+        """Map it. Raises `TransportError` if that fails, or if `content` is not within it."""
         from baton.kernels.p2p.cuda_ipc import DeviceMemory, DriverError
 
         try:
             self._memory = DeviceMemory.open(shared.handle)
         except DriverError as error:
             raise TransportError(f"its memory cannot be mapped: {error}") from error
+        try:
+            check_shared(shared.offset, shared.num_bytes, self._memory.num_bytes(), content)
+        except (DriverError, TransportError) as error:
+            self.close()
+            raise TransportError(str(error)) from error
         self.address = self._memory.address + shared.offset
 
     def close(self) -> None:
@@ -151,9 +159,9 @@ class CudaIpcTransport:
         known = decode_metadata(metadata)
         if known.machine != self._machine:
             raise TransportError(f"{known.name} is on another machine")
-        blocks = _Mapping(known.blocks)
+        blocks = _Mapping(known.blocks, "blocks")
         try:
-            probe = _Mapping(known.probe)
+            probe = _Mapping(known.probe, "probe buffer")
         except TransportError:
             blocks.close()
             raise
@@ -253,6 +261,20 @@ class CudaIpcTransport:
         milliseconds = many_ms - few_ms if many_ms > 2 * few_ms else many_ms  # else the first was held up
         peer.bytes_per_s = peer.probe_bytes / max(milliseconds, 1e-3) * 1e3
         peer.state = PeerState.CONNECTED
+
+
+def check_shared(offset: int, num_bytes: int, allocation_bytes: int, content: str) -> None:
+    """Raise `TransportError` unless a peer's memory is within its allocation, where the copy kernel can read it.
+
+    `content` names the memory in the error.
+    """
+    if num_bytes < 1 or not 0 <= offset <= allocation_bytes - num_bytes:
+        raise TransportError(
+            f"its {content}, {num_bytes} bytes at {offset},"
+            f" are outside the {allocation_bytes} bytes of their allocation"
+        )
+    if offset % ALIGNMENT:
+        raise TransportError(f"its {content} begin at {offset} of their allocation, not at a multiple of {ALIGNMENT}")
 
 
 def _shared(address: int, num_bytes: int) -> _Shared:

@@ -5,11 +5,12 @@
     staged    through pinned memory of both hosts, if the others are slow and both ends have it
 
     add_peer: all connect and time a few MB ──> CONNECTED as long as one is
+          one that has not connected in time is late: it is not waited for, and is used if it connects after all
     read:     over the fastest ──fails──> again over another, and counted ──fails──> FAILED
     staged:   connected ──breaks──> forgotten once no read of it is left ──a pause──> connected again, during reads
 
 Its name is the network transport's, since both ends must have that one, and either may lack the others.
-`open_transport` makes the transport that the settings ask for.
+`opening.py` makes the transport that the settings ask for.
 """
 
 from __future__ import annotations
@@ -25,25 +26,13 @@ import msgspec
 from msgspec import Meta
 
 from .. import codec
-from ..affinity import pin_thread
-from ..devices import use_device
-from ..errors import MalformedMessage, NotRegistrable, TransportError
+from ..errors import MalformedMessage, TransportError
 from ..lease_clock import lease_now
-from ..pacing import sleep_precisely
-from ..settings import TransferSettings
-from . import Lane, Memory, PeerHandle, PeerState, Ranges, ReadHandle, ReadState, Transport
-from .common import make_scratch
-from .cuda_ipc import CudaIpcTransport
-from .nixl import NixlTransport
-from .range_copies import ALIGNMENT, GpuCopies
-from .staged import StagedTransport
-from .staged_buffers import BounceBuffers
-from .ucx import UcxTransport
+from . import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState, Transport
 
 logger = logging.getLogger(__name__)
 
 SLOW_GPU_BYTES_PER_S = 2e9  # PCIe and InfiniBand are ten times faster; a slower lane of a GPU goes through TCP
-START_TIMEOUT_S = 60.0
 # The pause before a broken staged lane is tried again, twice as long each time. The first is longer than a holder keeps
 # buffers for a reader (`staged_messages.KEPT_S`), so both ends begin anew.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
@@ -67,6 +56,7 @@ class _Route:
 
     transport: Transport
     peer: PeerHandle
+    late_at: float  # the time from which on its connection is not waited for
 
     @property
     def state(self) -> PeerState:
@@ -101,7 +91,8 @@ class _Peer:
     name: str
     routes: list[_Route]  # the direct one first, so that it wins a tie
     staged: _StagedLane | None  # None: one of the two ends has none
-    is_paired: bool = False  # reads over all of its lanes have been timed, and the result is in the log
+    is_paired: bool = False  # reads over all lanes that connected in time have been timed, and the result is in the log
+    was_connected: bool = False  # it has been, so it is broken when no lane of it is connected
 
     def best(self) -> _Route | None:
         """Return the fastest connected route. None: none is connected."""
@@ -140,12 +131,17 @@ class FastestTransport:
         *,
         on_gpu: bool,
         staged: Transport | None = None,
+        patience_s: float = math.inf,
         clock: Callable[[], float] = lease_now,
     ) -> None:
-        """`name` is this engine's name in peers' logs. `on_gpu`: the memory is a GPU's, so a slow lane is a warning."""
+        """`name` is this engine's name in peers' logs. `on_gpu`: the memory is a GPU's, so a slow lane is a warning.
+
+        A lane that has not connected within `patience_s` is not waited for.
+        """
         self.name = network.name
         self._network, self._direct, self._staged = network, direct, staged
         self._on_gpu = on_gpu
+        self._patience_s = patience_s
         self._clock = clock
         of_direct, of_staged = (None if each is None else each.metadata() for each in (direct, staged))
         known = _Metadata(name, network.metadata(), of_direct, of_staged)
@@ -160,11 +156,11 @@ class FastestTransport:
 
     def add_peer(self, metadata: bytes) -> PeerHandle:
         known = _decode_metadata(metadata)
-        routes = [_Route(self._network, self._network.add_peer(known.network))]
+        routes = [self._connect(self._network, known.network)]
         if self._direct is not None and known.direct is not None:
             try:
-                routes.insert(0, _Route(self._direct, self._direct.add_peer(known.direct)))
-            except TransportError as error:
+                routes.insert(0, self._connect(self._direct, known.direct))
+            except (TransportError, MalformedMessage) as error:
                 logger.info("%s is read over %s, not %s: %s", known.name, self.name, self._direct.name, error)
             except Exception:  # the caller may try again, and must not leave a connection behind each time
                 self._network.remove_peer(routes[0].peer)
@@ -174,28 +170,36 @@ class FastestTransport:
         self._peers[handle] = _Peer(known.name, routes, staged)
         return handle
 
+    def _connect(self, transport: Transport, metadata: bytes) -> _Route:
+        return _Route(transport, transport.add_peer(metadata), late_at=self._clock() + self._patience_s)
+
     def peer_state(self, peer: PeerHandle) -> PeerState:
         known = self._peers[peer]
-        if not known.is_paired:
-            return self._pair(known)
-        self._mend_staged(known)
-        return PeerState.BROKEN if known.best() is None else PeerState.CONNECTED
+        state = self._state_of(known) if known.is_paired else self._pair(known)
+        known.was_connected |= state is PeerState.CONNECTED
+        return state
+
+    def _state_of(self, peer: _Peer) -> PeerState:
+        """Return the state of a peer whose lanes are all known."""
+        self._mend_staged(peer)
+        return PeerState.BROKEN if peer.best() is None else PeerState.CONNECTED
 
     def _pair(self, peer: _Peer) -> PeerState:
-        """Wait until reads over all lanes have been timed, and through host memory too if the others are slow."""
+        """Wait until reads over all lanes are timed, and through host memory too if the others are slow or late."""
         states = {route: route.state for route in peer.routes}
-        if PeerState.CONNECTING not in states.values():
+        now = self._clock()
+        awaited = [each for each, state in states.items() if state is PeerState.CONNECTING and now < each.late_at]
+        if not awaited:
             if self._wants_staged(peer) and self._connect_staged(peer):
                 return PeerState.CONNECTING
             if PeerState.CONNECTED in states.values():
                 peer.is_paired = True
                 self._log_lane(peer)
-        measures_staged = any(
-            route.transport is self._staged and state is PeerState.CONNECTING for route, state in states.items()
-        )
+        measures_staged = any(route.transport is self._staged for route in awaited)
         if PeerState.CONNECTED in states.values() and not measures_staged:
             return PeerState.CONNECTED
-        return PeerState.CONNECTING if PeerState.CONNECTING in states.values() else PeerState.BROKEN
+        can_wait = PeerState.CONNECTING in states.values() and not peer.was_connected
+        return PeerState.CONNECTING if can_wait or measures_staged else PeerState.BROKEN
 
     def _wants_staged(self, peer: _Peer) -> bool:
         """Return whether a peer's other lanes are slow, or do not work, and host memory has not been tried."""
@@ -208,7 +212,7 @@ class FastestTransport:
         assert lane is not None, "both ends have it"
         assert self._staged is not None, "both ends have it"
         try:
-            lane.route = _Route(self._staged, self._staged.add_peer(lane.metadata))
+            lane.route = self._connect(self._staged, lane.metadata)
         except (TransportError, MalformedMessage) as error:
             logger.warning("%s is not read through host memory: %s", peer.name, error)
             lane.broke(self._clock())
@@ -333,7 +337,7 @@ class FastestTransport:
         return Lane(route.transport.name, rate or None, self._is_slow(rate), is_staged)
 
     def _log_lane(self, peer: _Peer) -> None:
-        rates = ", ".join(f"{route.transport.name} {_shown(route)}" for route in peer.routes)
+        rates = ", ".join(f"{route.transport.name} {self._shown(route)}" for route in peer.routes)
         lane = self._lane_of(peer)
         if lane is None:
             return
@@ -345,57 +349,10 @@ class FastestTransport:
         else:
             logger.info("memory of %s is read over %s (%s)", peer.name, lane.transport, rates)
 
-
-def _shown(route: _Route) -> str:
-    if route.state is not PeerState.CONNECTED:
+    def _shown(self, route: _Route) -> str:
+        match route.state:
+            case PeerState.CONNECTED:
+                return f"{route.rate / 1e9:.1f} GB/s" if route.rate else "not measured"
+            case PeerState.CONNECTING:
+                return f"not connected within {self._patience_s:g} s"
         return "does not work"
-    return f"{route.rate / 1e9:.1f} GB/s" if route.rate else "not measured"
-
-
-def open_transport(settings: TransferSettings, region: Memory, agent_name: str) -> Transport:
-    """Open a transport for the calling thread, pin that thread to CPUs, and make it wake up on time.
-
-    Raises `TransportError` if the region cannot be registered.
-    """
-    pin_thread(settings.cpu_affinity, region.device)
-    sleep_precisely()
-    network = _network(settings, region, agent_name)
-    direct = _direct(region, agent_name)
-    staged = _staged(settings, region, agent_name)
-    return FastestTransport(network, direct, agent_name, on_gpu=region.device != "cpu", staged=staged)
-
-
-def _network(settings: TransferSettings, region: Memory, agent_name: str) -> Transport:
-    match settings.transport:
-        case "nixl":
-            return NixlTransport(region, agent_name, settings.backends)
-        case "ucx":
-            return UcxTransport(region, agent_name)
-    raise TransportError(f"no transport {settings.transport!r}; there are: nixl, ucx")
-
-
-def _direct(region: Memory, agent_name: str) -> Transport | None:
-    """Return the transport between GPUs of one machine. None: a CPU, or GPU memory that cannot be shared (logged)."""
-    if region.device == "cpu":
-        return None
-    try:
-        return CudaIpcTransport(region, agent_name)
-    except NotRegistrable as error:
-        logger.warning("peers on this machine will read these blocks over the network: %s", error)
-        return None
-
-
-def _staged(settings: TransferSettings, region: Memory, agent_name: str) -> Transport | None:
-    """Return the transport through host memory. None: the blocks are in it, or it is not wanted or cannot be had."""
-    gpu = use_device(region.device)
-    if gpu is None or settings.buffer != "auto" or settings.transport != "nixl":
-        return None
-    try:
-        buffers = BounceBuffers.allocate(region.device)
-        network = NixlTransport(buffers, f"{agent_name}:staged", settings.backends)
-    except TransportError as error:
-        logger.warning("peers with slow lanes will not be read through pinned memory: %s", error)
-        return None
-    scratch, copies = make_scratch(region.device), (GpuCopies(gpu), GpuCopies(gpu))
-    copies[0].compile(scratch.address, scratch.address + ALIGNMENT)
-    return StagedTransport(region, network, buffers, *copies, scratch)

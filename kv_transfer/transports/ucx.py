@@ -6,6 +6,8 @@ Differences from `nixl.py`:
   and reads between processes of one host go over TCP.
 * Each range is one `ucp_get_nbx`, whose request tells when UCX has finished with it. So a failed read is released once
   all of its requests have completed, without a waiting time.
+* Closing an endpoint cancels its requests. We do so only for reads into the scratch, when a peer is removed while it is
+  being connected: it may never answer.
 * UCXX's progress thread is not used: both ends of a read call `progress` or `poll`.
 * A failed endpoint stays failed, as with NIXL. Here it reports that itself (`alive`), even if there is no read.
 """
@@ -164,7 +166,10 @@ class UcxTransport:
         return Lane(self.name, self._peers[peer].rate.bytes_per_s)
 
     def remove_peer(self, peer: PeerHandle) -> None:
-        self._lingering.append(self._peers.pop(peer))
+        known = self._peers.pop(peer)
+        if known.warm_read.running:  # cancel it, since it ends by itself only if the peer still answers
+            self._close_endpoint(known.endpoint)
+        self._lingering.append(known)
         self._advance()
 
     def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
@@ -288,7 +293,7 @@ class UcxTransport:
             self._settle(peer.warm_read)
             if not peer.warm_read.running:
                 self._lingering.remove(peer)
-                self._ucp.destroy_key(peer.key)  # after the reads that use it, and before the endpoint
+                self._ucp.destroy_key(peer.key)  # after the reads that use it
                 self._close_endpoint(peer.endpoint)
 
 

@@ -19,7 +19,8 @@ from baton.kv_transfer.errors import NotRegistrable, TransportError
 from baton.kv_transfer.settings import TransferSettings
 from baton.kv_transfer.transports import ByteRange, PeerState, ReadState, Transport
 from baton.kv_transfer.transports.cuda_ipc import CudaIpcTransport, decode_metadata
-from baton.kv_transfer.transports.fastest import FastestTransport, open_transport
+from baton.kv_transfer.transports.fastest import FastestTransport
+from baton.kv_transfer.transports.opening import open_transport
 
 if TYPE_CHECKING:
     import torch
@@ -182,6 +183,29 @@ def test_a_peer_on_another_machine_is_refused(holder: Holder, reader: CudaIpcTra
     elsewhere = msgspec.structs.replace(decode_metadata(holder.metadata), machine="another boot")
     with pytest.raises(TransportError, match="holder is on another machine"):
         reader.add_peer(msgspec.msgpack.encode(elsewhere))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("content", ["blocks", "probe"])
+@pytest.mark.parametrize(
+    ("offset", "num_bytes", "reason"),
+    [
+        (0, 2**62 - 1, "are outside the"),
+        (2**62 - 16, SIZE, "are outside the"),
+        (8, 64, "not at a multiple of 16"),
+    ],
+    ids=["too much", "too far", "misaligned"],
+)
+def test_memory_that_is_not_in_the_peers_allocation_is_refused_and_the_device_still_works(
+    content: str, offset: int, num_bytes: int, reason: str, holder: Holder, reader: CudaIpcTransport
+) -> None:
+    import msgspec
+
+    known = decode_metadata(holder.metadata)
+    wrong = msgspec.structs.replace(getattr(known, content), offset=offset, num_bytes=num_bytes)
+    with pytest.raises(TransportError, match=reason):
+        reader.add_peer(msgspec.msgpack.encode(msgspec.structs.replace(known, **{content: wrong})))
+    assert reader.peer_state(connect(reader, holder.metadata)) is PeerState.CONNECTED
 
 
 @pytest.mark.gpu

@@ -12,10 +12,10 @@ import pytest
 
 from baton.kv_transfer.errors import NotRegistrable
 from baton.kv_transfer.settings import TransferSettings
-from baton.kv_transfer.transports import Lane, PeerState, ReadState, fastest, nixl, staged
+from baton.kv_transfer.transports import Lane, PeerState, ReadState, fastest, nixl, opening, staged
 from baton.kv_transfer.transports.common import make_scratch
-from baton.kv_transfer.transports.fastest import open_transport
 from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.kv_transfer.transports.opening import open_transport
 from baton.kv_transfer.transports.range_copies import HostCopies
 from baton.kv_transfer.transports.staged import StagedTransport
 from baton.kv_transfer.transports.staged_buffers import NUM_BUFFERS, BounceBuffers
@@ -123,14 +123,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         raise NotRegistrable("there is no CUDA IPC")
 
     allocate = BounceBuffers.allocate
-    monkeypatch.setattr(fastest, "CudaIpcTransport", no_ipc)
-    monkeypatch.setattr(fastest, "GpuCopies", StandInCopies)
+    monkeypatch.setattr(opening, "CudaIpcTransport", no_ipc)
+    monkeypatch.setattr(opening, "GpuCopies", StandInCopies)
     monkeypatch.setattr(fastest, "SLOW_GPU_BYTES_PER_S", 1e18)
-    monkeypatch.setattr(fastest, "use_device", lambda device: None if device == "cpu" else 0)
+    monkeypatch.setattr(opening, "use_device", lambda device: None if device == "cpu" else 0)
     monkeypatch.setattr(BounceBuffers, "allocate", lambda device: allocate("cpu"))
     monkeypatch.setattr(nixl, "use_device", lambda device: None)
     monkeypatch.setattr(staged, "CONNECT_S", 20.0)
-    for module in (fastest, nixl):
+    for module in (opening, nixl):
         monkeypatch.setattr(module, "make_scratch", lambda device: make_scratch("cpu"))
 
 

@@ -6,12 +6,12 @@ import dataclasses
 import logging
 import random
 
+import msgspec
 import pytest
 
 from baton.kv_transfer import codec
 from baton.kv_transfer.errors import MalformedMessage, TransportError
 from baton.kv_transfer.transports import ByteRange, Lane, PeerHandle, PeerState, ReadState
-from baton.kv_transfer.transports.cuda_ipc import ALIGNMENT, decode_metadata
 from baton.kv_transfer.transports.fastest import FIRST_PAUSE_S, FastestTransport
 
 from ...helpers.fake_transport import FakeFabric, FakeTransport, TransportFaults
@@ -20,6 +20,8 @@ from ...helpers.virtual_clock import VirtualClock
 SIZE = 64
 WHOLE = [ByteRange(0, 0, SIZE)]
 FAST, SLOW = 2e12, 0.4e9
+PATIENCE_S = 5.0
+NEVER = (1e6, 1e6)
 
 
 class Named(FakeTransport):
@@ -73,7 +75,9 @@ class Machines:
             self.staged.attach(name, memory)
             staged = Named("nixl/UCX staged", self.staged, name, self.staged_rate, self.staged_refusal)
             self.staged_of[name] = staged
-        return FastestTransport(network, direct, name, on_gpu=self.on_gpu, staged=staged, clock=self.clock)
+        return FastestTransport(
+            network, direct, name, on_gpu=self.on_gpu, staged=staged, patience_s=PATIENCE_S, clock=self.clock
+        )
 
     def meet(self) -> int:
         """Connect, and poll the peer's state as a transfer thread does."""
@@ -282,9 +286,8 @@ def test_metadata_that_make_no_sense_are_refused() -> None:
         Machines().reader.add_peer(b"\xff")
 
 
-@pytest.mark.parametrize("error", [MalformedMessage("no metadata of a CUDA IPC peer"), RuntimeError("CUDA error")])
 def test_a_peer_that_the_direct_way_cannot_take_leaves_nothing_behind_in_the_network(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A handshake is repeated every few seconds, and each would leave another connection."""
     machines = Machines()
@@ -292,28 +295,74 @@ def test_a_peer_that_the_direct_way_cannot_take_leaves_nothing_behind_in_the_net
 
     def add_peer(self: Named, metadata: bytes) -> PeerHandle:
         if self.name == "cuda_ipc":
-            raise error
+            raise RuntimeError("CUDA error")
         added.append(FakeTransport.add_peer(self, metadata))
         return added[-1]
 
     monkeypatch.setattr(Named, "add_peer", add_peer)
     monkeypatch.setattr(Named, "remove_peer", lambda self, peer: removed.append(peer))
-    with pytest.raises(type(error)):
+    with pytest.raises(RuntimeError):
         machines.reader.add_peer(machines.holder.metadata())
     assert len(added) == 1
     assert removed == added
 
 
-def test_a_peer_of_cuda_ipc_has_memory_for_at_least_one_copy() -> None:
-    """With less, the transfer thread would divide by zero when it times copies."""
+def test_a_direct_way_whose_description_makes_no_sense_leaves_the_network(caplog: pytest.LogCaptureFixture) -> None:
+    machines = Machines()
+    name, network, _, staged = msgspec.msgpack.decode(machines.holder.metadata())
+    with caplog.at_level(logging.INFO):
+        peer = machines.reader.add_peer(codec.encode((name, network, b"\xff", staged)))
+    machines.clock.advance(1.0)
+    assert (
+        "holder is read over nixl/UCX, not cuda_ipc: 1 bytes cannot be read as metadata of a fake peer" in caplog.text
+    )
+    assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
 
-    def metadata(num_bytes: int) -> bytes:
-        memory = bytes(64), 0, num_bytes
-        return codec.encode(("holder", "boot", "gpu", memory, memory, bytes(16)))
 
-    assert decode_metadata(metadata(ALIGNMENT)).blocks.num_bytes == ALIGNMENT
-    with pytest.raises(MalformedMessage):
-        decode_metadata(metadata(ALIGNMENT - 1))
+class TestALaneThatNeverConnects:
+    """Its end accepted the connection and hangs."""
+
+    def test_gpu_memory_is_read_through_host_memory_instead(self, caplog: pytest.LogCaptureFixture) -> None:
+        machines = Machines(apart=True, staged_rate=11e9)
+        machines.network.faults.connect_s = NEVER
+        with caplog.at_level(logging.INFO):
+            peer = machines.meet()
+        assert machines.reader.lane(peer) == Lane("nixl/UCX staged", 11e9, is_staged=True)
+        assert "nixl/UCX not connected within 5 s, nixl/UCX staged 11.0 GB/s" in caplog.text
+        assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
+
+    def test_the_direct_way_is_used_and_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        machines = Machines()
+        machines.network.faults.connect_s = NEVER
+        with caplog.at_level(logging.INFO):
+            peer = machines.meet()
+            machines.clock.advance(PATIENCE_S)
+            assert machines.reader.lane(peer) == Lane("cuda_ipc", FAST)
+        assert "read over cuda_ipc (cuda_ipc 2000.0 GB/s, nixl/UCX not connected within 5 s)" in caplog.text
+
+    def test_a_direct_way_that_breaks_breaks_the_peer_at_once_so_that_it_is_connected_anew(self) -> None:
+        machines = Machines()
+        machines.network.faults.connect_s = NEVER
+        peer = machines.meet()
+        machines.direct.faults.fail = 1.0
+        assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.FAILED
+        assert machines.reader.peer_state(peer) is PeerState.BROKEN
+
+    def test_it_is_used_if_it_connects_after_all(self) -> None:
+        machines = Machines(direct_rate=SLOW, network_rate=FAST)
+        machines.network.faults.connect_s = (2 * PATIENCE_S, 2 * PATIENCE_S)
+        peer = machines.meet()
+        machines.clock.advance(PATIENCE_S)
+        assert machines.reader.lane(peer) == Lane("cuda_ipc", SLOW, is_slow=True)
+        machines.clock.advance(PATIENCE_S)
+        assert machines.reader.lane(peer) == Lane("nixl/UCX", FAST)
+
+    def test_if_it_is_the_only_one_the_peer_is_not_connected(self) -> None:
+        machines = Machines(apart=True)
+        machines.network.faults.connect_s = NEVER
+        peer = machines.connect()
+        machines.clock.advance(10 * PATIENCE_S)
+        assert machines.reader.peer_state(peer) is PeerState.CONNECTING
 
 
 class TestStaged:

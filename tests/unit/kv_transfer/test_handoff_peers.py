@@ -7,7 +7,7 @@ import pytest
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
 from baton.engine.core.layout import KVLayout
-from baton.kv_transfer.handoff.peers import MAX_HANDSHAKE_PAUSE_S
+from baton.kv_transfer.handoff.peers import MAX_HANDSHAKE_PAUSE_S, PAIRING_S
 from baton.kv_transfer.pacing import POLL_SERVING_S
 from baton.kv_transfer.protocol.messages import DigestMode, EngineKey, HandshakeRequest, LeaseKey, encode, runs_of
 from baton.kv_transfer.settings import PeerInfo
@@ -217,3 +217,63 @@ def test_a_peer_that_was_replaced_while_it_was_connected_is_refused_and_let_go()
     assert failed.reason.startswith("holder refuses to pair: its KV layout is")
     assert released == BlocksReleased(1)
     assert engines.reader.pump() > POLL_SERVING_S
+
+
+class TestAPeerThatNeverAnswersHalfWay:
+    """It answers handshakes, and its memory does not."""
+
+    @staticmethod
+    def hang() -> Engines:
+        engines = Engines()
+        engines.fabric.faults.connect_s = (1e6, 1e6)
+        engines.reader.peers_changed([PeerInfo("holder", 1, "tcp://holder", OURS.fingerprint)])
+        engines.pass_time(round(10 * PAIRING_S) - 30)
+        return engines
+
+    def test_what_waits_for_it_fails_and_later_requests_do_not_wait(self, caplog: pytest.LogCaptureFixture) -> None:
+        engines = self.hang()
+        engines.receive(EngineKey("holder", 1))
+        assert not engines.events, "it may still be connected"
+        engines.pass_time(round(10 * SETTINGS.connect_s) + 1)
+        assert [type(event) for event in engines.events] == [ReceiveFailed, BlocksReleased]
+        engines.receive(EngineKey("holder", 1))
+        reason = "the memory of holder at tcp://holder does not answer"
+        assert engines.events[2:] == [ReceiveFailed(1, reason), BlocksReleased(1)]
+        assert "the memory of holder at tcp://holder does not answer: not connected within 30 s" in caplog.text
+
+    def test_it_is_paired_anew_and_nothing_of_the_earlier_attempts_is_left(self) -> None:
+        engines = self.hang()
+        engines.pass_time(round(30 * PAIRING_S))
+        assert engines.transports["reader"].num_peers <= 1
+        engines.fabric.faults.connect_s = (0.0, 0.0)
+        engines.pass_time(round(10 * (PAIRING_S + MAX_HANDSHAKE_PAUSE_S)))
+        assert engines.reader.stats().peers_ready == 1
+        engines.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), [1], 1)
+        engines.receive(EngineKey("holder", 1))
+        engines.pass_time(3)
+        assert Received in map(type, engines.events)
+
+    def test_others_are_paired_and_read_meanwhile(self) -> None:
+        engines = self.hang()
+        engines.fabric.faults.connect_s = (0.0, 0.0)
+        other = engines.engine("other", OURS, "fake", SETTINGS)
+        live = [PeerInfo(name, 1, f"tcp://{name}", OURS.fingerprint) for name in ("holder", "other")]
+        engines.reader.peers_changed(live)
+        for _ in range(20):
+            engines.pass_time(1)
+            other.pump()
+        lanes = engines.reader.stats().lanes
+        assert [lane.engine_id for lane in lanes] == ["other"]
+
+
+def test_a_peer_that_accepts_a_connection_and_says_nothing_fails_what_waits_for_it() -> None:
+    engines = Engines()
+    silent = engines.network.bind("tcp://silent")
+    engines.reader.peers_changed([PeerInfo("silent", 1, "tcp://silent", OURS.fingerprint)])
+    ticket = msgspec.structs.replace(ticket_of(EngineKey("silent", 1)), kv_address="tcp://silent")
+    engines.reader.receive(1, ticket.encode(), 0, [1])
+    engines.pass_time(round(10 * SETTINGS.connect_s) + 1)
+    assert silent.receive()
+    assert [type(event) for event in engines.events] == [ReceiveFailed, BlocksReleased]
+    assert f"no connection to silent at tcp://silent within {SETTINGS.connect_s:g} s" in engines.events[0].reason
+    engines.meet()
