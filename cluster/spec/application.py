@@ -38,6 +38,8 @@ SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "s
 
 
 def _check_model_id(name: str) -> str:
+    if not name:
+        raise ValueError("is empty: give the name by which clients ask for the model, or leave it out")
     if not name.isprintable() or name != name.strip():
         raise ValueError(f"is {name!r}, must be printable, without blanks at its ends")
     return name
