@@ -93,7 +93,7 @@ def summary(command: TyperCommand) -> str:
 def section(path: str, command: TyperCommand) -> str:
     """Return a command's section of the page: its help, and its parameters as a table."""
     params = [each for each in command.params if isinstance(each, TyperArgument | TyperOption) and each.name != "help"]
-    rows = [(f"`{spelling(each)}`", default_of(each), cell(each.help or "")) for each in params]
+    rows = [(f"`{spelling(each)}`", default_of(each), cell(f"{each.help or ''} {range_of(each)}")) for each in params]
     said = [paragraph(part) for part in (command.help or "").split("\n\n")]
     return "\n\n".join([f"## {path}", *said, *([table(("", "default", ""), rows)] if rows else [])])
 
@@ -120,6 +120,16 @@ def default_of(param: TyperArgument | TyperOption) -> str:
         return "required"
     silent = param.default is None or param.default is False or callable(param.default)
     return "" if silent else f"`{param.default}`"
+
+
+def range_of(param: TyperArgument | TyperOption) -> str:
+    """Return the least and the largest value of a number, in brackets; empty if one of them is not limited."""
+    low, high = getattr(param, "min", None), getattr(param, "max", None)
+    return "" if low is None or high is None else f"({shown(low)} to {shown(high)})"
+
+
+def shown(number: Any) -> str:
+    return f"{number:,}".removesuffix(".0").replace(",", " ")
 
 
 def plain(text: str) -> str:
@@ -242,7 +252,7 @@ def bound(limit: Ge | Gt | Le | Lt) -> str:
     """Return a limit as the page shows it; one that is excluded says so."""
     match limit:
         case Ge(value) | Le(value):
-            return f"{value:,}".removesuffix(".0").replace(",", " ")
+            return shown(value)
         case Gt(value):
             return f"above {value}"
         case Lt(value):
