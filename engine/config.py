@@ -20,7 +20,6 @@ from .parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
 from .strict_model import (
     LONGEST_S,
     MOST_BYTES,
-    MOST_CPUS,
     MOST_RANKS,
     MOST_TOKENS,
     OneOf,
@@ -102,7 +101,7 @@ class EngineArguments(StrictModel):
     distributed_timeout_seconds: float = Field(60.0, gt=0, le=LONGEST_S)
     device: Annotated[str, OneOf(DEVICES)] = "auto"
     # Of one engine on a CPU; by default OMP_NUM_THREADS, else all cores.
-    num_threads: int | None = Field(None, ge=1, le=MOST_CPUS)
+    num_threads: int | None = Field(None, ge=1, le=1024)
     seed: int = Field(0, ge=0, lt=2**63)
     trust_remote_code: bool = False
     disable_log_stats: bool = False  # no effect: engines do not log them; see `EngineCore.stats` and /metrics

@@ -88,7 +88,7 @@ def test_values_that_make_no_sense_are_refused_with_the_place(path: str, model: 
     ("path", "value", "said"),
     [
         ("engine.max_num_seqs", 10**9, "is 1000000000, must be at most 65536"),
-        ("engine.num_threads", 10**9, "is 1000000000, must be at most 8192"),
+        ("engine.num_threads", 10**9, "is 1000000000, must be at most 1024"),
         ("gateway.body_processes", 10**9, "is 1000000000, must be at most 256"),
         ("gateway.request_timeout_s", 1e9, "is 1000000000.0, must be at most 1000000"),
         ("gateway.max_attempts", 10**30, "is a huge number, must be at most 1000"),
