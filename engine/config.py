@@ -17,7 +17,15 @@ from .core.speculation.config import SpeculativeConfig
 from .hf_config.hub import is_hub_name
 from .hf_config.model_config import KV_CACHE_DTYPES, LOAD_FORMATS
 from .parallel.groups import ALL2ALL_BACKENDS, ExpertSpread
-from .strict_model import OneOf, StrictModel, problems_of
+from .strict_model import (
+    LONGEST_S,
+    MOST_BYTES,
+    MOST_RANKS,
+    MOST_TOKENS,
+    OneOf,
+    StrictModel,
+    problems_of,
+)
 
 DTYPES = {
     "auto": None,  # the checkpoint's own
@@ -28,6 +36,8 @@ DTYPES = {
     "float": "float32",
 }
 DEVICES = ("auto", "cpu", "cuda")
+MOST_SEQS = 1 << 16  # in one step
+MOST_STEP_TOKENS = 1 << 24
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 _ONE_VALUE = {  # arguments for which only one value is supported, and the reason
     "block_size": "the layout of blocks is the wire format",
@@ -59,35 +69,39 @@ class EngineArguments(StrictModel):
     kv_cache_dtype: Annotated[str, OneOf(KV_CACHE_DTYPES)] = "auto"
     load_format: Annotated[str, OneOf(LOAD_FORMATS)] = "auto"
     # Tokens of prompt and output together, at least one of each. By default the length the checkpoint was trained for.
-    max_model_len: int | None = Field(None, ge=2)
-    max_num_seqs: int | None = Field(None, ge=1)  # None, also for the next one: see `startup/step_sizes.py`
-    max_num_batched_tokens: int | None = Field(None, ge=1)
+    max_model_len: int | None = Field(None, ge=2, le=MOST_TOKENS)
+    # None, also for the next one: see `startup/step_sizes.py`.
+    max_num_seqs: int | None = Field(None, ge=1, le=MOST_SEQS)
+    max_num_batched_tokens: int | None = Field(None, ge=1, le=MOST_STEP_TOKENS)
     gpu_memory_utilization: float = Field(_DEFAULT_GPU_MEMORY_UTILIZATION, gt=0, le=1)  # of the GPU, by all processes
-    kv_cache_memory_bytes: int | None = Field(None, ge=1)
-    num_gpu_blocks_override: int | None = Field(None, ge=1)
+    kv_cache_memory_bytes: int | None = Field(None, ge=1, le=MOST_BYTES)
+    num_gpu_blocks_override: int | None = Field(None, ge=1, le=10**8)
     block_size: int = BLOCK_SIZE
     disable_hybrid_kv_cache_manager: bool = False  # also keep KV that lies behind the windows of a model's layers
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None  # plan the next step before this one's results are in; None: only on a GPU
     enforce_eager: bool = False  # on a GPU: capture no steps
-    max_cudagraph_capture_size: int | None = Field(None, ge=0)  # tokens of the largest captured mix of chunks
+    # Tokens of the largest captured mix of chunks.
+    max_cudagraph_capture_size: int | None = Field(None, ge=0, le=MOST_STEP_TOKENS)
     speculative_config: SpeculativeConfig | None = None  # guess tokens ahead, and check several of them in one step
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, le=MOST_RANKS)
     pipeline_parallel_size: int = 1
-    data_parallel_size: int = Field(1, ge=1)
+    data_parallel_size: int = Field(1, ge=1, le=MOST_RANKS)
     enable_expert_parallel: bool = False  # whole experts on each rank, rather than a slice of every expert
     # How tokens reach experts on other data-parallel ranks.
     all2all_backend: Annotated[str, OneOf(ALL2ALL_BACKENDS)] = ALL2ALL_BACKENDS[0]
     enable_eplb: bool = False  # count how often experts are used, and place them accordingly
-    num_redundant_experts: int = Field(0, ge=0)  # copies of the most used experts, beside the model's own
-    eplb_step_interval: int = Field(3000, ge=1)  # steps from one placement to the next
+    num_redundant_experts: int = Field(0, ge=0, le=10**5)  # copies of the most used experts, beside the model's own
+    eplb_step_interval: int = Field(3000, ge=1, le=10**9)  # steps from one placement to the next
     disable_custom_all_reduce: bool = False  # use NCCL for all sums and exchanges between ranks, also for small ones
     # The longest time from one decode step to the next, while another engine on the same GPU has prompts to compute.
-    shared_gpu_decode_interval_ms: float = Field(30.0, ge=0)  # 0: steps never wait
-    distributed_timeout_seconds: float = Field(60.0, gt=0)  # a collective's wait for a rank, except in captured steps
+    shared_gpu_decode_interval_ms: float = Field(30.0, ge=0, le=60_000)  # 0: steps never wait
+    # A collective's wait for a rank, except in captured steps.
+    distributed_timeout_seconds: float = Field(60.0, gt=0, le=LONGEST_S)
     device: Annotated[str, OneOf(DEVICES)] = "auto"
-    num_threads: int | None = Field(None, ge=1)  # of one engine on a CPU; by default OMP_NUM_THREADS, else all cores
+    # Of one engine on a CPU; by default OMP_NUM_THREADS, else all cores.
+    num_threads: int | None = Field(None, ge=1, le=1024)
     seed: int = Field(0, ge=0, lt=2**63)
     trust_remote_code: bool = False
     disable_log_stats: bool = False  # no effect: engines do not log them; see `EngineCore.stats` and /metrics

@@ -35,7 +35,16 @@ PYDANTIC_PHRASES = {
     "be less than ": "be below ",
     "be greater than ": "be above ",
 }
+_LARGEST_SHOWN = 10**20  # Python spells no numbers of more than 4300 digits
 _OUR_ERROR = "setting"  # pydantic's type for errors with our own messages
+
+# Upper limits of settings. Nobody needs as much; values above are slips, which would fail late or fill the memory.
+MOST_BYTES = 10**15  # of any memory or disk
+MOST_TOKENS = 10**8  # of one sequence
+MOST_REQUESTS = 10**6  # at the same time
+MOST_RANKS = 1 << 14  # of one application; each is a process with a device
+MOST_CPUS = 1 << 13  # of one machine; Linux knows no more
+LONGEST_S = 1e6  # eleven days: as milliseconds, it fits in 32 bits
 
 
 class StrictModel(BaseModel):
@@ -112,6 +121,8 @@ def problems_of(error: ValidationError, secret: str = "") -> Iterator[tuple[str,
         _, should, allowed = message.partition(" should ")
         if each["type"] == "missing":
             what = "is missing"
+        elif each["type"] == "int_parsing_size" or (each["type"] == "float_type" and isinstance(each["input"], int)):
+            what = f"is {_shown(each['input'], secret in loc)}, must be a smaller one"
         elif should and each["type"] not in ("value_error", _OUR_ERROR):
             what = f"is {_shown(each['input'], secret in loc)}, must {_reword(allowed)}"
         else:
@@ -134,6 +145,8 @@ def _shown(given: Any, is_secret: bool) -> str:
             return "empty"
         case bool() if not is_secret:
             return str(given).lower()
+        case int() if abs(given) > _LARGEST_SHOWN:
+            return "a huge number"
         case dict():
             return "a mapping"
         case list():

@@ -10,12 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from baton.engine.strict_model import MOST_CPUS
+
 logger = logging.getLogger(__name__)
 
 NEAR_DEVICE = "device"
 ANY_CPU = "any"
 SYS = Path("/sys")
-MAX_CPUS = 8192  # Linux's limit
 
 
 def pin_thread(affinity: str, device: str) -> None:
@@ -59,7 +60,7 @@ def parse_cpus(text: str) -> set[int]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         named = range(int(first), int(last or first) + 1)
-        if not named or not 0 <= named[0] <= named[-1] < MAX_CPUS:
-            raise ValueError(f"{part.strip()} is not a CPU or a range of CPUs from 0 to {MAX_CPUS - 1}")
+        if not named or not 0 <= named[0] <= named[-1] < MOST_CPUS:
+            raise ValueError(f"{part.strip()} is not a CPU or a range of CPUs from 0 to {MOST_CPUS - 1}")
         cpus.update(named)
     return cpus

@@ -10,8 +10,8 @@ import msgspec
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from baton.engine.net.curve import ClusterKey
-from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MIN_HEARTBEAT_TIMEOUT_S
-from baton.engine.strict_model import StrictModel
+from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MAX_HEARTBEAT_TIMEOUT_S, MIN_HEARTBEAT_TIMEOUT_S
+from baton.engine.strict_model import MOST_BYTES, MOST_TOKENS, StrictModel
 
 from .affinity import ANY_CPU, NEAR_DEVICE, parse_cpus
 from .protocol.messages import MAX_LEASE_S, DigestMode, EngineKey
@@ -36,23 +36,25 @@ class TransferSettings(StrictModel):
     cpu_affinity: str = NEAR_DEVICE  # of the transfer thread: "device" (its NUMA node), "any", or CPUs: "0-7,16"
     # The holder keeps offered blocks for so long, counted anew from each claim or renewal.
     lease_s: float = Field(30.0, gt=0, le=MAX_LEASE_S)  # messages carry no longer one
-    margin_s: float = Field(0.5, gt=0)  # a read that ends within this time before the lease does is discarded
+    # A read that ends within this time before the lease does is discarded.
+    margin_s: float = Field(0.5, gt=0, le=MAX_LEASE_S)
     renew_at: float = Field(0.5, gt=0, lt=1)  # fraction of the lease after which a reader that is not done renews it
-    retry_s: float = Field(0.5, gt=0)  # an unanswered message is sent again after so long
+    retry_s: float = Field(0.5, gt=0, le=MAX_LEASE_S)  # an unanswered message is sent again after so long
     # A receive fails if the holder's memory cannot be reached within this time. A lane that takes longer to connect is
     # not waited for while others work.
-    connect_s: float = Field(5.0, gt=0)
+    connect_s: float = Field(5.0, gt=0, le=MAX_LEASE_S)
     # A peer that sends nothing for so long counts as lost: reads of its memory fail.
-    heartbeat_timeout_s: float = Field(HEARTBEAT_TIMEOUT_S, ge=MIN_HEARTBEAT_TIMEOUT_S)
+    heartbeat_timeout_s: float = Field(HEARTBEAT_TIMEOUT_S, ge=MIN_HEARTBEAT_TIMEOUT_S, le=MAX_HEARTBEAT_TIMEOUT_S)
     # A read fails when none of its batches has ended for so long. Two batches take 4 s at 1 Gbit/s; and NIXL's UCX
     # takes 10 s to notice a dead connection, which it should do first (`transports/ucx_process.py`).
-    stall_s: float = Field(20.0, ge=SHORTEST_STALL_S)
+    stall_s: float = Field(20.0, ge=SHORTEST_STALL_S, le=MAX_LEASE_S)
     # Size of one batch of a read: 0.7 ms over NVLink. A cancelled receive begins no further batch.
-    batch_bytes: int = Field(256 << 20, ge=1)
-    reads_in_flight: int = Field(2, ge=1)  # batches of one receive that run at the same time
+    batch_bytes: int = Field(256 << 20, ge=1, le=MOST_BYTES)
+    reads_in_flight: int = Field(2, ge=1, le=1024)  # batches of one receive that run at the same time
     progressive: bool = True  # offer a long prompt's blocks, and let peers read them, while it is still being prefilled
     buffer: Literal["device", "host", "auto"] = "auto"  # staging slots in host memory: never, always, if needed
-    buffer_bytes: int = Field(4 << 30, ge=1)  # of host memory for staging slots; allocated only if they are used
+    # Of host memory for staging slots; allocated only if they are used.
+    buffer_bytes: int = Field(4 << 30, ge=1, le=MOST_BYTES)
     # "verify" uses blocks only if their digests match those of the holder. Slow; for debugging.
     digest: DigestMode = Field(DigestMode.OFF, strict=False)
 
@@ -130,10 +132,10 @@ class PeerInfo(msgspec.Struct, frozen=True):
 class TierSettings(StrictModel):
     """Sizes of the tiers of one rank of an engine. Raises `pydantic.ValidationError` for values that cannot work."""
 
-    host_bytes: int = Field(0, ge=0)  # of host memory; 0: no host tier
+    host_bytes: int = Field(0, ge=0, le=MOST_BYTES)  # of host memory; 0: no host tier
     disk_path: str = ""  # a folder for this application's engines alone; each has its own files in it
-    disk_bytes: int = Field(0, ge=0)  # size of these files; 0: no disk tier
-    min_tokens: int = Field(256, ge=1)  # a shorter prefix is computed instead of restored
+    disk_bytes: int = Field(0, ge=0, le=MOST_BYTES)  # size of these files; 0: no disk tier
+    min_tokens: int = Field(256, ge=1, le=MOST_TOKENS)  # a shorter prefix is computed instead of restored
 
     @model_validator(mode="after")
     def _something_is_kept_somewhere(self) -> Self:

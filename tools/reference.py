@@ -3,6 +3,7 @@
 cli.md       the `baton` command: every command, argument and option
 metrics.md   the metrics that processes export: names, kinds, labels
 http.md      the table of routes, between two comments; the rest of the page is written by hand
+settings.md  the ranges of numbers, between two comments; the rest of the page is written by hand
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import typer
+from annotated_types import Ge, Gt, Le, Lt
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from pydantic import BaseModel
 from starlette.routing import Route
 from starlette.testclient import TestClient
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
@@ -34,6 +37,7 @@ from baton.cluster.gateway.model import ServedModel
 from baton.cluster.gateway.settings import GatewaySettings
 from baton.cluster.membership.members import DirectoryMetrics, Membership
 from baton.cluster.process_metrics import ProcessesUp
+from baton.cluster.spec import FleetSpec
 from baton.cluster.wire import Status
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.speculation.stats import SpeculationStats
@@ -43,7 +47,7 @@ from baton.kv_transfer.protocol.stats import TransferStats
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs/reference"
 MODEL = ROOT / "configs/demo/model"
-BEGIN, END = "<!-- routes: `make docs` -->", "<!-- end of routes -->"
+SAME_AS_OTHERS = ("fleets.prefill", "fleets.decode", "fleets.*.engine")
 NOTE = "<!-- `make docs` writes this page. -->"
 
 
@@ -89,7 +93,7 @@ def summary(command: TyperCommand) -> str:
 def section(path: str, command: TyperCommand) -> str:
     """Return a command's section of the page: its help, and its parameters as a table."""
     params = [each for each in command.params if isinstance(each, TyperArgument | TyperOption) and each.name != "help"]
-    rows = [(f"`{spelling(each)}`", default_of(each), cell(each.help or "")) for each in params]
+    rows = [(f"`{spelling(each)}`", default_of(each), cell(f"{each.help or ''} {range_of(each)}")) for each in params]
     said = [paragraph(part) for part in (command.help or "").split("\n\n")]
     return "\n\n".join([f"## {path}", *said, *([table(("", "default", ""), rows)] if rows else [])])
 
@@ -116,6 +120,16 @@ def default_of(param: TyperArgument | TyperOption) -> str:
         return "required"
     silent = param.default is None or param.default is False or callable(param.default)
     return "" if silent else f"`{param.default}`"
+
+
+def range_of(param: TyperArgument | TyperOption) -> str:
+    """Return the least and the largest value of a number, in brackets; empty if one of them is not limited."""
+    low, high = getattr(param, "min", None), getattr(param, "max", None)
+    return "" if low is None or high is None else f"({shown(low)} to {shown(high)})"
+
+
+def shown(number: Any) -> str:
+    return f"{number:,}".removesuffix(".0").replace(",", " ")
 
 
 def plain(text: str) -> str:
@@ -183,12 +197,17 @@ def row(family: Metric, labels: Iterable[str], without: Sequence[str]) -> tuple[
 
 
 def http_page() -> str:
-    before, begin, rest = (REFERENCE / "http.md").read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
+    return with_table("http.md", "routes", table(("route", "methods", "API key, where keys are set"), routes()))
+
+
+def with_table(page: str, name: str, made: str) -> str:
+    """Return a page of which one table is made here: what is between the comments with its name."""
+    first, last = f"<!-- {name}: `make docs` -->", f"<!-- end of {name} -->"
+    before, begin, rest = (REFERENCE / page).read_text().partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise SystemExit(f"docs/reference/http.md has no `{BEGIN}` ... `{END}`")
-    head = ("route", "methods", "API key, where keys are set")
-    return f"{before}{BEGIN}\n\n{table(head, routes())}\n\n{END}{after}"
+        raise SystemExit(f"docs/reference/{page} has no `{first}` ... `{last}`")
+    return f"{before}{first}\n\n{made}\n\n{last}{after}"
 
 
 def routes() -> Iterator[tuple[str, str, str]]:
@@ -205,7 +224,43 @@ def routes() -> Iterator[tuple[str, str, str]]:
         yield f"`{path}`", ", ".join(methods), "needed" if refused else "not asked for"
 
 
-PAGES = {"cli.md": cli_page, "metrics.md": metrics_page, "http.md": http_page}
+# Settings
+
+
+def settings_page() -> str:
+    return with_table("settings.md", "ranges", table(("setting", "from", "to"), ranges(FleetSpec, "")))
+
+
+def ranges(model: type[BaseModel], part: str) -> Iterator[tuple[str, str, str]]:
+    """Yield each number among the settings, its least and its largest value."""
+    inner: dict[str, type[BaseModel]] = {}
+    for name, field in model.model_fields.items():
+        path = f"{part}.{name}" if part else name
+        low = next((bound(each) for each in field.metadata if isinstance(each, Ge | Gt)), None)
+        high = next((bound(each) for each in field.metadata if isinstance(each, Le | Lt)), None)
+        if low is not None and high is not None:
+            yield f"`{path}`", low, high
+        elif path not in SAME_AS_OTHERS:
+            for each in (field.annotation, *get_args(field.annotation)):
+                if isinstance(each, type) and issubclass(each, BaseModel):
+                    inner["fleets.*" if path == "fleets.unified" else path] = each
+    for path, each in inner.items():
+        yield from ranges(each, path)
+
+
+def bound(limit: Ge | Gt | Le | Lt) -> str:
+    """Return a limit as the page shows it; one that is excluded says so."""
+    match limit:
+        case Ge(value) | Le(value):
+            return shown(value)
+        case Gt(value):
+            return f"above {value}"
+        case Lt(value):
+            return f"below {value}"
+    raise TypeError(limit)
+
+
+PAGES = {"settings.md": settings_page, "cli.md": cli_page, "metrics.md": metrics_page, "http.md": http_page}
 
 
 def main() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 READY, GO = "READY", "go"
-ENDS_S = 60.0
+ENDS_S = 60.0  # for a program that has nothing to do any more to end by itself
+CLEANS_UP_S = 300.0  # for one that was told to end: it may have servers of its own to end, one after the other
 
 
 @contextlib.contextmanager
@@ -42,6 +42,7 @@ class Started:
         pipe, variables = subprocess.PIPE, {**os.environ, **environment}
         with log.open("w") as errors:
             self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=errors, env=variables, text=True)
+        self._is_terminated = False
 
     def is_ready(self) -> bool:
         """Wait until it has started, or ended."""
@@ -55,7 +56,7 @@ class Started:
             self.process.stdin.flush()
         except BrokenPipeError:  # it ended while it waited
             return []
-        stop = threading.Timer(most_s or threading.TIMEOUT_MAX, self.process.send_signal, [signal.SIGTERM])
+        stop = threading.Timer(most_s or threading.TIMEOUT_MAX, self._terminate)
         stop.daemon = True
         stop.start()
         try:
@@ -64,14 +65,28 @@ class Started:
             stop.cancel()
 
     def end(self) -> None:
+        """Wait until it has ended; if it does not, terminate it, and at last kill it.
+
+        A program that `work` has terminated is not terminated again: it cleans up, and a second SIGTERM would end it
+        at once.
+        """
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # what it was not told any more
             self.process.stdin.close()
-        for tell in (lambda: None, self.process.terminate, self.process.kill):
-            tell()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(ENDS_S)
-                return
+        if not self._is_terminated and not self._ends_within(ENDS_S):
+            self._terminate()
+        if not self._ends_within(CLEANS_UP_S):
+            self.process.kill()
+            self.process.wait()
+
+    def _terminate(self) -> None:
+        self._is_terminated = True
+        self.process.terminate()
+
+    def _ends_within(self, seconds: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.returncode is not None
 
     def _lines(self) -> Iterator[str]:
         assert self.process.stdout is not None

@@ -26,6 +26,8 @@ from .cli_common import (
 )
 from .load.options import InvalidLoad, ServeLoad, as_options
 from .options import (
+    LONGEST_S,
+    MOST,
     AutoscaleOptions,
     DraftsOptions,
     LatencyOptions,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from baton.cluster.simulation.traffic import TrafficShape
+
+GB = 10**9
 
 bench_app = new_group()
 
@@ -152,7 +156,9 @@ def drafts(context: typer.Context, model: Model, options: DraftsOptions, json_fi
 def soak(
     context: typer.Context,
     model: Model,
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds during which new requests are sent.")] = 60,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=LONGEST_S, help="Seconds during which new requests are sent.")
+    ] = 60,
     seed: int = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -172,8 +178,8 @@ def soak(
 def startup(
     context: typer.Context,
     model: Model,
-    num_iters_cold: Annotated[int, typer.Option(min=0)] = 1,
-    num_iters_warm: Annotated[int, typer.Option(min=0)] = 3,
+    num_iters_cold: Annotated[int, typer.Option(min=0, max=MOST)] = 1,
+    num_iters_warm: Annotated[int, typer.Option(min=0, max=MOST)] = 3,
     json_file: JsonFile = None,
 ) -> None:
     """Measure engine start-up: seconds from the first import until ready, in a new process each time."""
@@ -291,6 +297,12 @@ def kv(options: TransferOptions, json_file: JsonFile = None) -> None:
     try:
         model = options.model
         layout = DEFAULT_LAYOUT if model is None else load_config(model, load_format="dummy").caches.groups[0].kv
+        needed, free = case.memory_bytes(layout), _free_bytes(options.device)
+        if needed > free:
+            fail(
+                f"the blocks take {needed / GB:.1f} GB, and {free / GB:.1f} GB are free: give smaller --input-len, "
+                "--in-flight or --run-blocks"
+            )
         result = measure(layout, case)
     except (ModelError, UnevenHeads) as error:
         fail(str(error))
@@ -298,6 +310,17 @@ def kv(options: TransferOptions, json_file: JsonFile = None) -> None:
         fail(str(error), code=1)
     typer.echo(table(result))
     _write(result, json_file)
+
+
+def _free_bytes(device: str) -> int:
+    """Return the free memory of this machine, or of all its GPUs."""
+    import torch
+
+    from baton.engine.startup.kv_cache import available_memory_bytes
+
+    if device == "cpu":
+        return available_memory_bytes()
+    return sum(int(torch.cuda.mem_get_info(index)[0]) for index in range(torch.cuda.device_count()))
 
 
 @bench_app.command()

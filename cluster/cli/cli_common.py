@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import os
+import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -210,8 +211,9 @@ def engine_args_from(words: list[str]) -> dict[str, Any]:
         if has_value:
             try:
                 args[name] = yaml.safe_load(value)
-            except yaml.YAMLError:
-                fail(f"{word}: {value!r} is not valid YAML; put values with brackets or colons in quotes")
+            except (yaml.YAMLError, ValueError, RecursionError):  # or a date or a number that Python cannot hold
+                option, shown = word.partition("=")[0], reprlib.repr(value)
+                fail(f"{option}: {shown} is not valid YAML; put values with brackets or colons in quotes")
         elif name.startswith("no_"):
             args[name.removeprefix("no_")] = False
         else:

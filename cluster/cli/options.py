@@ -11,7 +11,14 @@ import typer
 
 MOST_GB = 1e6  # upper limit of all sizes of one machine
 
-Count = Annotated[int, typer.Option(min=1)]
+MOST = 10**6  # upper limit of everything that measurements count, from prompts to blocks
+MOST_TOKENS = 10**8  # of one request
+MOST_RANKS = 128  # of one measurement, on this machine
+MOST_ENGINES = 1024  # simulated ones
+LONGEST_S = 1e6  # eleven days
+
+Count = Annotated[int, typer.Option(min=1, max=MOST)]
+Length = Annotated[int, typer.Option(min=1, max=MOST_TOKENS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +77,10 @@ class PlanOptions:
             help="Model to plan for instead of the file's: a folder with config.json, or a Hugging Face name."
         ),
     ] = None
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.  [default: as many as needed]")] = None
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs in each node; 0: none.")] = 8
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Number of nodes.  [default: as many as needed]")
+    ] = None
+    gpus_per_node: Annotated[int, typer.Option(min=0, max=1024, help="GPUs in each node; 0: none.")] = 8
     gpu_memory: Annotated[float, typer.Option(min=1, max=MOST_GB, help="Memory of each GPU, in GB.")] = 80.0
     fp8: Annotated[
         bool,
@@ -86,8 +95,8 @@ class PlanOptions:
         typer.Option(min=1, max=MOST_GB, help="Disk space for KV tiers on each node, in GB.  [default: enough]"),
     ] = None
     load: Annotated[float, typer.Option(min=0, max=1e9, help="Expected requests per second.")] = 1.0
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens per request.")] = 1024
-    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens per request.")] = 256
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Prompt tokens per request.")] = 1024
+    output_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Output tokens per request.")] = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +104,8 @@ class ThroughputOptions:
     """`baton bench throughput`."""
 
     num_prompts: Count = 100
-    input_len: Count = 128
-    output_len: Count = 128
+    input_len: Length = 128
+    output_len: Length = 128
     seed: int = 0
 
 
@@ -105,9 +114,9 @@ class LatencyOptions:
     """`baton bench latency`."""
 
     batch_size: Count = 8
-    input_len: Count = 32
-    output_len: Count = 128
-    num_iters_warmup: Annotated[int, typer.Option(min=0)] = 2
+    input_len: Length = 32
+    output_len: Length = 128
+    num_iters_warmup: Annotated[int, typer.Option(min=0, max=MOST)] = 2
     num_iters: Count = 10
     seed: int = 0
 
@@ -117,15 +126,20 @@ class DraftsOptions:
     """`baton bench drafts`."""
 
     batch_size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Number of concurrent requests; may be repeated.  [default: 1, 8]")
+        list[int] | None,
+        typer.Option(min=1, max=MOST, help="Number of concurrent requests; may be repeated.  [default: 1, 8]"),
     ] = None
-    input_len: Count = 512
-    output_len: Annotated[int, typer.Option(min=2)] = 128  # the first token counts as prefill
-    num_drafts: Annotated[int, typer.Option(min=1, help="Maximum number of draft tokens per request and step.")] = 3
+    input_len: Length = 512
+    output_len: Annotated[int, typer.Option(min=2, max=MOST_TOKENS)] = 128  # the first token counts as prefill
+    num_drafts: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Maximum number of draft tokens per request and step.")
+    ] = 3
     acceptance: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of draft tokens that are right.")] = 0.8
     edit_every: Annotated[
         int | None,
-        typer.Option(min=2, help="Draft with `suffix` from a prediction in which one of every N tokens is wrong."),
+        typer.Option(
+            min=2, max=MOST, help="Draft with `suffix` from a prediction in which one of every N tokens is wrong."
+        ),
     ] = None
     seed: int = 0
 
@@ -138,15 +152,24 @@ class TransferOptions:
         Path | None,
         typer.Argument(help="Folder with config.json, which determines the block size; without it, 1.8 MB."),
     ] = None
-    input_len: Annotated[list[int] | None, typer.Option(min=1, help="Prompt tokens; may be repeated.")] = None
+    input_len: Annotated[
+        list[int] | None, typer.Option(min=1, max=MOST_TOKENS, help="Prompt tokens; may be repeated.")
+    ] = None
     in_flight: Annotated[
-        list[int] | None, typer.Option(min=1, help="Number of concurrent hand-offs; may be repeated.")
+        list[int] | None, typer.Option(min=1, max=MOST, help="Number of concurrent hand-offs; may be repeated.")
     ] = None
     run_blocks: Annotated[
-        int, typer.Option(min=1, help="Length of each run of contiguous blocks; 1: all scattered, the worst case.")
+        int,
+        typer.Option(
+            min=1, max=MOST, help="Length of each run of contiguous blocks; 1: all scattered, the worst case."
+        ),
     ] = 1
-    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the side that holds the blocks.")] = 1
-    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the side that reads them.")] = 1
+    prefill_tp: Annotated[
+        int, typer.Option(min=1, max=MOST_RANKS, help="Tensor parallel size of the side that holds the blocks.")
+    ] = 1
+    decode_tp: Annotated[
+        int, typer.Option(min=1, max=MOST_RANKS, help="Tensor parallel size of the side that reads them.")
+    ] = 1
     device: Annotated[str, typer.Option(help="'cpu' or 'cuda'.")] = "cpu"
     stages: Annotated[bool, typer.Option(help="Also show when each stage of a hand-off ends, in microseconds.")] = False
 
@@ -161,13 +184,21 @@ class AutoscaleOptions:
     ] = None
     num_prompts: Count = 3000
     request_rate: Annotated[float, typer.Option(min=0.001, help="Mean requests per second.")] = 5.0
-    input_len: Annotated[int, typer.Option(min=4, help="Mean prompt tokens.")] = 1536
+    input_len: Annotated[int, typer.Option(min=4, max=MOST, help="Mean prompt tokens.")] = 1536
     output_len: Count = 128
-    max_replicas: Annotated[int, typer.Option(min=1, help="Maximum number of engine groups in each fleet.")] = 4
-    start: Annotated[float, typer.Option(min=0, help="Seconds that an engine group takes to start.")] = 20.0
-    ttft: Annotated[float, typer.Option(min=0.001, help="Target time to first token, in seconds.")] = 2.0
-    inter_token: Annotated[float, typer.Option(min=0.001, help="Target inter-token latency, in seconds.")] = 0.05
-    downscale_delay: Annotated[float, typer.Option(min=0, help="Seconds of low load before a fleet shrinks.")] = 60.0
+    max_replicas: Annotated[
+        int, typer.Option(min=1, max=MOST_ENGINES, help="Maximum number of engine groups in each fleet.")
+    ] = 4
+    start: Annotated[float, typer.Option(min=0, max=LONGEST_S, help="Seconds that an engine group takes to start.")] = (
+        20.0
+    )
+    ttft: Annotated[float, typer.Option(min=0.001, max=LONGEST_S, help="Target time to first token, in seconds.")] = 2.0
+    inter_token: Annotated[
+        float, typer.Option(min=0.001, max=LONGEST_S, help="Target inter-token latency, in seconds.")
+    ] = 0.05
+    downscale_delay: Annotated[
+        float, typer.Option(min=0, max=LONGEST_S, help="Seconds of low load before a fleet shrinks.")
+    ] = 60.0
     seed: int = 0
 
 
@@ -175,15 +206,18 @@ class AutoscaleOptions:
 class RouterOptions:
     """`baton bench router`."""
 
-    unified: Annotated[int, typer.Option(min=0, help="Number of unified engines.")] = 16
+    unified: Annotated[int, typer.Option(min=0, max=MOST_ENGINES, help="Number of unified engines.")] = 16
     prefill: Annotated[
-        int, typer.Option(min=0, help="Number of prefill engines; with --decode, in place of unified engines.")
+        int,
+        typer.Option(
+            min=0, max=MOST_ENGINES, help="Number of prefill engines; with --decode, in place of unified engines."
+        ),
     ] = 0
-    decode: Annotated[int, typer.Option(min=0, help="Number of decode engines.")] = 0
-    gateways: Count = 4
-    num_blocks: Annotated[int, typer.Option(min=1, help="KV blocks in each engine.")] = 8192
-    host_blocks: Annotated[int, typer.Option(min=0, help="Blocks in each engine's host memory tier.")] = 0
-    disk_blocks: Annotated[int, typer.Option(min=0, help="Blocks in each engine's disk tier.")] = 0
+    decode: Annotated[int, typer.Option(min=0, max=MOST_ENGINES, help="Number of decode engines.")] = 0
+    gateways: Annotated[int, typer.Option(min=1, max=MOST_ENGINES)] = 4
+    num_blocks: Annotated[int, typer.Option(min=1, max=MOST, help="KV blocks in each engine.")] = 8192
+    host_blocks: Annotated[int, typer.Option(min=0, max=MOST, help="Blocks in each engine's host memory tier.")] = 0
+    disk_blocks: Annotated[int, typer.Option(min=0, max=MOST, help="Blocks in each engine's disk tier.")] = 0
     link_gb_per_s: Annotated[
         float,
         typer.Option(min=1e-3, help="Bandwidth of each engine's link in GB/s, for hand-offs of an 8B model's KV."),
@@ -196,7 +230,7 @@ class RouterOptions:
     ] = None
     num_prompts: Count = 4000
     request_rate: Annotated[float, typer.Option(min=0.001, help="Requests per second.")] = 48.0
-    input_len: Annotated[int, typer.Option(min=4, help="Mean prompt tokens.")] = 4096
+    input_len: Annotated[int, typer.Option(min=4, max=MOST, help="Mean prompt tokens.")] = 4096
     output_len: Count = 64
     policies: Annotated[
         list[str] | None, typer.Option("--policy", help="Routing policy to simulate; may be repeated. Default: all.")

@@ -37,6 +37,7 @@ class EngineProfiler:
         self._changing = asyncio.Lock()
         self._profile: profile | None = None
         self._trace = EngineTrace(engine_id, node_ip, "")
+        self._num_begun = 0
         self._began_s = 0.0
         self._limit: asyncio.Task[None] | None = None
         self._ended: EngineTrace | None = None  # a recording that has ended by itself
@@ -46,8 +47,7 @@ class EngineProfiler:
         async with self._changing:
             if self._profile is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                name = f"{self._engine_id}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json.gz"
-                self._trace = EngineTrace(self._engine_id, self._node_ip, str(self._folder / name))
+                self._trace = EngineTrace(self._engine_id, self._node_ip, str(self._folder / self._next_name()))
                 await asyncio.to_thread(_record_nothing)
                 await self._between_steps(self._begin)
                 self._began_s, self._ended = time.monotonic(), None
@@ -66,6 +66,12 @@ class EngineProfiler:
             if self._limit is not None:
                 self._limit.cancel()
             return await self._end(self._profile)
+
+    def _next_name(self) -> str:
+        """Return the name of the next file; with a number, since several recordings can begin within one second."""
+        self._num_begun += 1
+        began = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        return f"{self._engine_id}-{began}-{self._num_begun}.json.gz"
 
     async def _end(self, recorded: profile) -> EngineTrace:
         seconds = time.monotonic() - self._began_s

@@ -11,8 +11,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from baton.cluster.contracts import QueueBound
 from baton.engine.core.messages import LOWEST_PRIORITY
-from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MIN_HEARTBEAT_TIMEOUT_S
-from baton.engine.strict_model import StrictModel
+from baton.engine.net.sockets import HEARTBEAT_TIMEOUT_S, MAX_HEARTBEAT_TIMEOUT_S, MIN_HEARTBEAT_TIMEOUT_S
+from baton.engine.strict_model import LONGEST_S, MOST_BYTES, MOST_REQUESTS, MOST_TOKENS, StrictModel
 
 from .routing.breaker import BreakerSettings
 from .routing.rates import CostRates
@@ -84,8 +84,8 @@ def change_of(settings: type[StrictModel], name: str) -> Change:
 class QueueLimits(StrictModel):
     """An engine with a queue of this length gets no more prompts. If all engines are full, the gateway answers 503."""
 
-    requests: int = Field(1024, gt=0)
-    tokens: int = Field(4_000_000, gt=0)  # of prompts, that are still to be computed
+    requests: int = Field(1024, gt=0, le=MOST_REQUESTS)
+    tokens: int = Field(4_000_000, gt=0, le=10**12)  # of prompts, that are still to be computed
 
     @property
     def bound(self) -> QueueBound:
@@ -102,29 +102,38 @@ class GatewaySettings(StrictModel):
     special_tokens_in_messages: bool = False  # text in a chat that spells a control token becomes that token
     allowed_origins: list[Origin] = []  # of web pages that may call from their visitors' browsers; "*": all
     page: bool = True  # serve the page that shows the fleet at `/`; otherwise `/` is a 404
-    max_body_bytes: int = Field(16 * 2**20, gt=0)  # above: 413
-    request_memory_bytes: int = Field(2**30, gt=0)  # of all bodies and prompts together; above: 503
-    body_processes: Annotated[int, Change.GATEWAYS] = Field(2, ge=1)  # that read large bodies; one gets no heavy ones
-    max_inflight_requests: int = Field(4096, gt=0)  # above: 429
-    max_inflight_per_key: int | None = Field(None, gt=0)  # the same for one API key; above: 429
+    max_body_bytes: int = Field(16 * 2**20, gt=0, le=MOST_BYTES)  # above: 413
+    request_memory_bytes: int = Field(2**30, gt=0, le=MOST_BYTES)  # of all bodies and prompts together; above: 503
+    # That read large bodies; one gets no heavy ones.
+    body_processes: Annotated[int, Change.GATEWAYS] = Field(2, ge=1, le=256)
+    max_inflight_requests: int = Field(4096, gt=0, le=MOST_REQUESTS)  # above: 429
+    max_inflight_per_key: int | None = Field(None, gt=0, le=MOST_REQUESTS)  # the same for one API key; above: 429
     queue_limits: QueueLimits = QueueLimits()  # for each engine
     min_priority: int = Field(0, ge=LOWEST_PRIORITY, le=0)  # that a request may have; keys in the file may allow less
-    max_choices: int = Field(256, gt=0)  # prompts times n in one HTTP request
-    inline_tokenize_chars: int = Field(4096, ge=0)  # longer texts of small bodies are tokenized in a thread
-    request_timeout_s: float = Field(600.0, gt=0)  # clients may lower this and the next: see api/deadlines.py
-    first_token_timeout_s: float | None = Field(None, gt=0)
-    capacity_timeout_s: float = Field(30.0, ge=0)  # that each attempt waits for an engine that can take it
+    max_choices: int = Field(256, gt=0, le=MOST_REQUESTS)  # prompts times n in one HTTP request
+    # Longer texts of small bodies are tokenized in a thread.
+    inline_tokenize_chars: int = Field(4096, ge=0, le=MOST_BYTES)
+    # Clients may lower this and the next: see api/deadlines.py.
+    request_timeout_s: float = Field(600.0, gt=0, le=LONGEST_S)
+    first_token_timeout_s: float | None = Field(None, gt=0, le=LONGEST_S)
+    # That each attempt waits for an engine that can take it.
+    capacity_timeout_s: float = Field(30.0, ge=0, le=LONGEST_S)
     # A gateway takes an engine for lost from which nothing arrives for so long, and an engine a gateway.
-    engine_heartbeat_timeout_s: Annotated[float, Change.ALL] = Field(HEARTBEAT_TIMEOUT_S, ge=MIN_HEARTBEAT_TIMEOUT_S)
-    max_attempts: int = Field(4, ge=1)  # submissions that may fail: a request that kills engines must not kill them all
-    retry_budget: float = Field(0.2, ge=0)  # limit of retries, as a share of the requests of the last seconds
-    retry_budget_min: int = Field(10, ge=0)  # retries that are always allowed
+    engine_heartbeat_timeout_s: Annotated[float, Change.ALL] = Field(
+        HEARTBEAT_TIMEOUT_S, ge=MIN_HEARTBEAT_TIMEOUT_S, le=MAX_HEARTBEAT_TIMEOUT_S
+    )
+    # Submissions that may fail: a request that kills engines must not kill them all.
+    max_attempts: int = Field(4, ge=1, le=1000)
+    retry_budget: float = Field(0.2, ge=0, le=1000)  # limit of retries, as a share of the requests of the last seconds
+    retry_budget_min: int = Field(10, ge=0, le=MOST_REQUESTS)  # retries that are always allowed
     breaker: BreakerSettings = BreakerSettings()
-    local_prefill_max_tokens: int = Field(32768, ge=0)  # longest prompt that a decode engine computes
+    # Longest prompt that a decode engine computes.
+    local_prefill_max_tokens: int = Field(32768, ge=0, le=MOST_TOKENS)
     # How long /health answers 503 before the port closes: longer than the period of balancers' checks.
     drain_s: float = Field(5.0, ge=0, le=LONGEST_DRAIN_S)
     drain_timeout_s: float = Field(30.0, gt=0, le=LONGEST_DRAIN_S)  # for open answers, once the port is closed
-    session_patience_s: float = Field(0.1, ge=0)  # extra cost up to which a session stays with its home engine
+    # Extra cost up to which a session stays with its home engine.
+    session_patience_s: float = Field(0.1, ge=0, le=LONGEST_S)
     cost: CostRates = CostRates()  # of the router: see docs/concepts/routing.md
 
     @model_validator(mode="after")

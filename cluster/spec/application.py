@@ -24,12 +24,10 @@ from baton.cluster.gateway.settings import Change, change_of
 from baton.cluster.logs import LogSettings
 from baton.engine.config import EngineConfig, InvalidEngineConfig
 from baton.engine.hf_config.hub import Files, is_hub_name, model_folder
-from baton.engine.strict_model import StrictModel
+from baton.engine.strict_model import MOST_RANKS, StrictModel
 from baton.kv_transfer.settings import TransferSettings
 
 from .parts import MAX_PORT, AutoscalingSpec, EngineSpec, Fleets, GatewaySpec
-
-MOST_WORKERS = 16_384  # of one application; each is a process with a device
 
 MODEL_ARGUMENTS = {"model", "revision", "download_dir"}  # top-level settings that are also arguments of each engine
 
@@ -38,6 +36,8 @@ SAME_IN_ALL_FLEETS = ("dtype", "kv_cache_dtype", "block_size", "load_format", "s
 
 
 def _check_model_id(name: str) -> str:
+    if not name:
+        raise ValueError("is empty: give the name by which clients ask for the model, or leave it out")
     if not name.isprintable() or name != name.strip():
         raise ValueError(f"is {name!r}, must be printable, without blanks at its ends")
     return name
@@ -88,9 +88,9 @@ class FleetSpec(StrictModel):
     @model_validator(mode="after")
     def _engines_fit_together(self) -> Self:
         configs = {role: self.engine_config(role) for role in self.fleets.present}
-        if self.num_workers > MOST_WORKERS:
+        if self.num_workers > MOST_RANKS:
             raise ValueError(
-                f"fleets: they have {self.num_workers} ranks in all, and may have {MOST_WORKERS}: give fewer replicas "
+                f"fleets: they have {self.num_workers} ranks in all, and may have {MOST_RANKS}: give fewer replicas "
                 "or smaller groups (tensor_parallel_size, data_parallel_size)"
             )
         for role, config in configs.items():

@@ -12,10 +12,11 @@ from baton.cluster.contracts import Bounds, Role
 from baton.cluster.gateway.api_keys import InvalidKeys, read_key_file
 from baton.cluster.gateway.settings import Change, GatewaySettings, change_of
 from baton.engine.config import EngineArguments
-from baton.engine.strict_model import StrictModel
+from baton.engine.strict_model import LONGEST_S, MOST_CPUS, MOST_RANKS, StrictModel
 from baton.kv_transfer.settings import TierSettings
 
 MAX_PORT = 65535
+LONGEST_DELAY_S = 86_400.0  # of the autoscaler, which keeps a sample of each second
 _LEAST_AMOUNT = 0.0001  # of a Ray resource
 _NOT_CUSTOM = {  # Ray's resources that `resources` may not have, and the reason
     "CPU": "give num_cpus",
@@ -31,7 +32,8 @@ def _check_amount(amount: float) -> float:
     return amount
 
 
-Amount = Annotated[float, Field(ge=0), AfterValidator(_check_amount)]  # of a Ray resource
+Amount = Annotated[float, Field(ge=0, le=1e9), AfterValidator(_check_amount)]  # of a Ray resource
+CpuAmount = Annotated[float, Field(ge=0, le=MOST_CPUS), AfterValidator(_check_amount)]
 
 
 def _check_resources(resources: dict[str, float]) -> dict[str, float]:
@@ -80,13 +82,13 @@ class GatewaySpec(GatewaySettings):
     refused: ClassVar = {"gateway_id": "is not set by hand: every gateway draws its own"}
 
     # With internal load balancing; otherwise there is one on each node or one for each rank.
-    replicas: Annotated[int, Change.OPTION] = Field(1, ge=1)
+    replicas: Annotated[int, Change.OPTION] = Field(1, ge=1, le=MOST_RANKS)
     # Share of gateways of a new version that start before old ones end.
     max_surge_percent: Annotated[int, Change.OPTION] = Field(100, ge=0, le=100)
     host: Annotated[str, Change.GATEWAYS, Field(min_length=1), AfterValidator(_check_host)] = "0.0.0.0"
     # The first port of a machine, on which each gateway has its own.
     port: Annotated[int, Change.GATEWAYS] = Field(8000, ge=1, le=MAX_PORT)
-    num_cpus: Annotated[Amount, Change.GATEWAYS] = 0.1  # for Ray's placement
+    num_cpus: Annotated[CpuAmount, Change.GATEWAYS] = 0.1  # for Ray's placement
     resources: Annotated[Resources, Change.GATEWAYS] = {}
 
     def settings(self, gateway_id: str) -> GatewaySettings:
@@ -130,29 +132,36 @@ class AutoscalingSpec(StrictModel):
     Names that Ray Serve's `autoscaling_config` also has mean the same here.
     """
 
-    ttft_s: float = Field(1.0, gt=0)  # target from the request to its first token
-    inter_token_s: float = Field(0.05, gt=0)  # target between the tokens of an answer
+    ttft_s: float = Field(1.0, gt=0, le=LONGEST_S)  # target from the request to its first token
+    inter_token_s: float = Field(0.05, gt=0, le=LONGEST_S)  # target between the tokens of an answer
     percentile: float = Field(0.9, gt=0, lt=1)  # share of requests and tokens that must meet the targets
     target_utilization: float = Field(0.7, gt=0, le=1)  # of the capacity that a group has within the targets
-    look_back_period_s: float = Field(30.0, ge=5)  # over which rates and latencies are measured
-    upscale_delay_s: float = Field(5.0, ge=0)  # for which a fleet must be too small before it grows; from 0 at once
-    downscale_delay_s: float = Field(300.0, ge=0)  # for which it must be too large before it shrinks
-    downscale_to_zero_delay_s: float | None = Field(None, ge=0)  # without requests; by default `downscale_delay_s`
+    look_back_period_s: float = Field(30.0, ge=5, le=3600)  # over which rates and latencies are measured
+    # For which a fleet must be too small before it grows; from 0 at once.
+    upscale_delay_s: float = Field(5.0, ge=0, le=LONGEST_DELAY_S)
+    # For which it must be too large before it shrinks.
+    downscale_delay_s: float = Field(300.0, ge=0, le=LONGEST_DELAY_S)
+    # Without requests; by default `downscale_delay_s`.
+    downscale_to_zero_delay_s: float | None = Field(None, ge=0, le=LONGEST_DELAY_S)
 
 
 class Fleet(StrictModel):
     """Engines of one role. `replicas` counts groups, not ranks; settings for a worker apply to each rank."""
 
-    replicas: int = Field(1, ge=1)  # with autoscaling (see `min_replicas`): only at the start
-    min_replicas: int | None = Field(None, ge=0)  # with `max_replicas`: the fleet is autoscaled, see `autoscaling`
-    max_replicas: int | None = Field(None, ge=1)
+    # With autoscaling (see `min_replicas`): only at the start.
+    replicas: int = Field(1, ge=1, le=MOST_RANKS)
+    # With `max_replicas`: the fleet is autoscaled, see `autoscaling`.
+    min_replicas: int | None = Field(None, ge=0, le=MOST_RANKS)
+    max_replicas: int | None = Field(None, ge=1, le=MOST_RANKS)
     engine: EngineSpec = EngineSpec()  # overrides those of all engines
-    num_cpus: Amount = 0.5  # of one worker, for Ray's placement; `engine.num_threads` sets threads
+    num_cpus: CpuAmount = 0.5  # of one worker, for Ray's placement; `engine.num_threads` sets threads
     # Of one worker; by default one if the cluster has any: `Reservations`.
-    num_gpus: Annotated[float | None, Field(ge=0), AfterValidator(_check_gpus)] = None
+    num_gpus: Annotated[float | None, Field(ge=0, le=1024), AfterValidator(_check_gpus)] = None
     resources: Resources = {}  # of one worker
-    step_timeout_s: float = Field(60.0, ge=1)  # longer than any step takes: then an engine hangs, and is replaced
-    drain_timeout_s: float = Field(30.0, ge=0)  # for requests to finish when a group ends; others continue elsewhere
+    # Longer than any step takes: then an engine hangs, and is replaced.
+    step_timeout_s: float = Field(60.0, ge=1, le=LONGEST_S)
+    # For requests to finish when a group ends; others continue elsewhere.
+    drain_timeout_s: float = Field(30.0, ge=0, le=LONGEST_S)
     max_surge_percent: int = Field(0, ge=0, le=100)  # share of groups of a new version that start before old ones end
 
     @property

@@ -16,6 +16,7 @@ import zmq
 
 HEARTBEAT_TIMEOUT_S = 1.8  # default: a lost engine is noticed in less than 2 s
 MIN_HEARTBEAT_TIMEOUT_S = 0.5  # threads on a busy machine may wait this long for their turn
+MAX_HEARTBEAT_TIMEOUT_S = 3600.0
 PINGS_PER_TIMEOUT = 5
 MAX_SOCKETS = 1 << 14  # in a context: a connection takes three, and libzmq's default limit is 1023
 

@@ -42,6 +42,17 @@ class TransferCase:
     seed: int = 0
     stages: bool = False  # rank 0 of both sides stamps each stage, which takes some microseconds
 
+    def num_blocks(self, layout: KVLayout) -> int:
+        """Return the number of blocks that each rank keeps."""
+        largest = max(-(-length // layout.block_size) for length in self.num_tokens) * max(self.in_flight)
+        return -(-largest // self.run_blocks) * self.run_blocks
+
+    def memory_bytes(self, layout: KVLayout) -> int:
+        """Return the size of all ranks' blocks. Raises `UnevenHeads` if heads cannot be divided over the ranks."""
+        sizes = (self.prefill_tp, self.decode_tp)
+        heads = sum(len(layout.heads_of(rank, size)) for size in sizes for rank in range(size))
+        return self.num_blocks(layout) * heads * layout.head_bytes
+
 
 class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
     """Medians over the repeats, for prompts of one length."""
@@ -62,12 +73,10 @@ def measure(layout: KVLayout, case: TransferCase) -> dict[str, Any]:
     On "cuda" the holder's ranks take the first GPUs and the reader's the next ones, beginning again at the first if
     there are too few. Raises `BenchFailed`, and `UnevenHeads` if the heads cannot be divided over the ranks.
     """
-    largest = max(-(-length // layout.block_size) for length in case.num_tokens) * max(case.in_flight)
-    num_blocks = -(-largest // case.run_blocks) * case.run_blocks
     holder = RankSpec(
         side="holder",
         layout=layout,
-        num_blocks=num_blocks,
+        num_blocks=case.num_blocks(layout),
         device=case.device,
         first_device=0,
         key=ClusterKey.generate(),

@@ -105,10 +105,15 @@ class _Mapping:
         except DriverError as error:
             raise TransportError(f"its memory cannot be mapped: {error}") from error
         try:
-            check_shared(shared.offset, shared.num_bytes, self._memory.num_bytes(), content)
-        except (DriverError, TransportError) as error:
+            allocation_bytes = self._memory.num_bytes()
+        except DriverError as error:
+            logger.info("the size of a peer's memory is not known, what it describes is believed: %s", error)
+            allocation_bytes = shared.offset + shared.num_bytes
+        try:
+            check_shared(shared.offset, shared.num_bytes, allocation_bytes, content)
+        except TransportError:
             self.close()
-            raise TransportError(str(error)) from error
+            raise
         self.address = self._memory.address + shared.offset
 
     def close(self) -> None:

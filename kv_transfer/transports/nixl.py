@@ -139,7 +139,6 @@ class NixlTransport:
         name = self._load(known)
         peer = _Peer(name, known, warm_read=None)
         try:
-            self._check_region(peer)
             peer.warm_read = self._into_scratch(peer, WARM_BYTES)
         except TransportError:
             self.remove_agent(name)
@@ -260,14 +259,6 @@ class NixlTransport:
             return self._asking(what, self.agent.register_memory, regions, self._memory, self._backends)
         except TransportError as error:
             raise NotRegistrable(str(error)) from error
-
-    def _check_region(self, peer: _Peer) -> None:
-        """Raise `TransportError` unless the region that a peer describes is memory that its agent has registered."""
-        known = peer.metadata
-        region = [(known.address, known.num_bytes, known.device)]
-        what = f"{peer.name} has not registered the {known.num_bytes} bytes of {known.memory} that it describes"
-        prepared = self._asking(what, self.agent.prep_xfer_dlist, peer.name, region, known.memory, self._backends)
-        self._let_go(prepared)
 
     def _initialize(self, peer: _Peer, local: _Descriptors, remote: _Descriptors) -> Any:
         ours = self.agent.get_xfer_descs(local, self._memory)

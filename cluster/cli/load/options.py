@@ -93,7 +93,7 @@ class ServeLoad:
     served_model_name: Annotated[
         str | None, typer.Option(help="Model name sent to the server, if it differs from --model.")
     ] = None
-    num_prompts: Annotated[int, typer.Option(min=1, help="Number of requests in each run.")] = 100
+    num_prompts: Annotated[int, typer.Option(min=1, max=10**6, help="Number of requests in each run.")] = 100
     dataset_name: Annotated[DataSet, typer.Option(help="Data set that prompts come from.")] = DataSet.RANDOM
     dataset_path: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="File of the data set, unless it is generated.")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pydantic import Field
 
 from baton.cluster.contracts import EngineRecord, EngineView, Role
-from baton.engine.strict_model import StrictModel
+from baton.engine.strict_model import LONGEST_S, MOST_REQUESTS, StrictModel
 from baton.kv_transfer.protocol.messages import EngineKey
 
 from .sliding_window import SlidingWindow
@@ -34,9 +34,11 @@ IDLE_PERIODS = 10  # a circuit without events for so many times window + pause i
 class BreakerSettings(StrictModel):
     """Settings of circuit breakers, which keep requests away from failing engines and pairs for a while. In seconds."""
 
-    failures: int = Field(5, gt=0)  # this many within the window, and at least half of all attempts, open a circuit
-    window_s: float = Field(30.0, gt=0)
-    open_s: float = Field(5.0, gt=0)  # after which one request is let through
+    failures: int = Field(
+        5, gt=0, le=MOST_REQUESTS
+    )  # this many within the window, and at least half of all attempts, open a circuit
+    window_s: float = Field(30.0, gt=0, le=LONGEST_S)
+    open_s: float = Field(5.0, gt=0, le=LONGEST_S)  # after which one request is let through
 
 
 class CircuitState(enum.StrEnum):

@@ -27,14 +27,14 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from baton.cluster.contracts import EngineRecord, EngineView
 from baton.engine.core.layout import BLOCK_SIZE
 from baton.engine.core.pace import SETTLED, STALE_S, Line, StepTimes
-from baton.engine.strict_model import StrictModel
+from baton.engine.strict_model import LONGEST_S, MOST_REQUESTS, MOST_TOKENS, StrictModel
 from baton.kv_transfer.protocol.messages import EngineKey
 from baton.kv_transfer.protocol.stats import PeerLane, TransferStats
 
@@ -45,21 +45,29 @@ RENEWED_S = 1.0  # between two updates of the medians
 TYPICAL_TOKENS = 1024  # length of a prompt for which lines are compared
 
 
+TokenRate = Annotated[float, Field(ge=1e-3, le=1e12)]  # tokens per second
+
+
 class CostRates(StrictModel):
     """Settings of the cost formula. Defaults: an 8B model on H200s, NVLink within a node, 400 Gbit/s between nodes.
 
     Rates are guesses, used until engines have measured theirs.
     """
 
-    prefill_tokens_per_s: float = Field(20_000.0, gt=0)  # of one engine; a guess
-    decode_request_s: float = Field(0.01, ge=0)  # by which one more request delays the answers of an engine; a guess
-    answer_tokens: int = Field(256, ge=0)  # length of an answer for which that delay is computed, once it is measured
-    stall_weight: float = Field(1.0, ge=0)  # cost in seconds of one second in which a running answer gets no token
-    block_release_s: float = Field(1.0, ge=0)  # until a prefill engine full of held blocks has free ones again
-    handoff_s: float = Field(0.003, ge=0)  # of a hand-off, without its read
-    slow_handoff_s: float = Field(0.02, ge=0)  # hand-offs that take no longer are made without comparing costs
-    node_tokens_per_s: float = Field(1_000_000.0, gt=0)  # whose KV is read between engines of one node; a guess
-    network_tokens_per_s: float = Field(250_000.0, gt=0)  # the same between nodes; a guess
+    prefill_tokens_per_s: TokenRate = 20_000.0  # of one engine; a guess
+    # By which one more request delays the answers of an engine; a guess.
+    decode_request_s: float = Field(0.01, ge=0, le=LONGEST_S)
+    # Length of an answer for which that delay is computed, once it is measured.
+    answer_tokens: int = Field(256, ge=0, le=MOST_TOKENS)
+    # Cost in seconds of one second in which a running answer gets no token.
+    stall_weight: float = Field(1.0, ge=0, le=MOST_REQUESTS)
+    # Until a prefill engine full of held blocks has free ones again.
+    block_release_s: float = Field(1.0, ge=0, le=LONGEST_S)
+    handoff_s: float = Field(0.003, ge=0, le=LONGEST_S)  # of a hand-off, without its read
+    # Hand-offs that take no longer are made without comparing costs.
+    slow_handoff_s: float = Field(0.02, ge=0, le=LONGEST_S)
+    node_tokens_per_s: TokenRate = 1_000_000.0  # whose KV is read between engines of one node; a guess
+    network_tokens_per_s: TokenRate = 250_000.0  # the same between nodes; a guess
 
 
 Nodes = tuple[str, str]  # of the engine that is read from, and of the reader

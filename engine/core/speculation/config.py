@@ -65,8 +65,8 @@ class SpeculativeConfig(StrictModel):
     prompt_lookup_max: int = Field(_LOOKUP_TOKENS, ge=1, le=64)
     prompt_lookup_min: int = Field(_LOOKUP_TOKENS, ge=1, le=64)
     suffix_decoding_max_tree_depth: int = Field(24, ge=2, le=64)  # most tokens of a match
-    suffix_decoding_max_cached_requests: int = Field(10_000, ge=0)  # recent answers to guess from
-    suffix_decoding_max_spec_factor: float = Field(1.0, ge=0)  # guesses for each token of the match
+    suffix_decoding_max_cached_requests: int = Field(10_000, ge=0, le=10**6)  # recent answers to guess from
+    suffix_decoding_max_spec_factor: float = Field(1.0, ge=0, le=1000)  # guesses for each token of the match
     # The share of the places with the same match that must agree on a guess.
     suffix_decoding_min_token_prob: float = Field(0.1, ge=0, le=1)
 

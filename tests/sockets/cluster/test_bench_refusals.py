@@ -25,6 +25,31 @@ MODEL = str(Path(__file__).parents[3] / "configs/demo/model")
         (("bench", "kernels", "nope"), "no bench for nope"),
         (("bench", "report", "/nope"), "file '/nope' does not exist"),
         (("bench", "report", "pyproject.toml"), "is not a result of `baton bench serve`"),
+        *(
+            (("bench", "kv", option, "1000000"), "GB are free: give smaller")
+            for option in ("--input-len", "--in-flight")
+        ),
+        *(
+            (("bench", *words, "1000000000000"), f"Invalid value for '{words[-1]}'")
+            for words in (
+                ("kv", "--input-len"),
+                ("kv", "--prefill-tp"),
+                ("throughput", MODEL, "--num-prompts"),
+                ("latency", MODEL, "--batch-size"),
+                ("drafts", MODEL, "--batch-size"),
+                ("soak", MODEL, "--seconds"),
+                ("startup", MODEL, "--num-iters-cold"),
+                ("router", "--unified"),
+                ("router", "--num-blocks"),
+                ("router", "--host-blocks"),
+                ("router", "--gateways"),
+                ("router", "--input-len"),
+                ("autoscale", "--max-replicas"),
+                ("autoscale", "--input-len"),
+                ("autoscale", "--output-len"),
+                ("serve", "--num-prompts"),
+            )
+        ),
         (("bench", "router", "--trace", "/nope"), "/nope cannot be read"),
         (("bench", "autoscale", "--trace", "/nope"), "/nope cannot be read"),
         (("bench", "serve", "--dataset-name", "sharegpt", "--dataset-path", "/nope"), "file '/nope' does not exist"),

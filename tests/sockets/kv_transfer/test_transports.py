@@ -121,22 +121,6 @@ def test_a_read_works_after_the_same_peer_was_removed_and_added(ends: tuple[End,
     assert (memory == ord("h")).all()
 
 
-@pytest.mark.parametrize("transport", ["nixl"], indirect=True)
-@pytest.mark.parametrize(
-    "wrong", [{"num_bytes": NUM_BLOCKS * LAYOUT.block_bytes + 1}, {"num_bytes": 2**62 - 1}, {"address": 2**62 - 1}]
-)
-def test_a_peer_that_describes_memory_that_it_has_not_registered_is_refused(
-    wrong: dict[str, int], ends: tuple[End, End]
-) -> None:
-    (holder, _), (reader, _) = ends
-    fields = ("nixl", "address", "num_bytes", "memory", "device")
-    described = dict(zip(fields, msgspec.msgpack.decode(holder.metadata()), strict=True))
-    forged = msgspec.msgpack.encode(tuple((described | wrong).values()))
-    with pytest.raises(TransportError, match=r"holder has not registered the \d+ bytes of DRAM that it describes"):
-        reader.add_peer(forged)
-    connect(holder, reader)
-
-
 class Crash:
     """A wrapper of an agent or a worker, of which one method raises while `is_on`."""
 

@@ -65,6 +65,18 @@ async def test_steps_are_recorded_in_a_file_that_perfetto_reads(thread: StepThre
     assert await profiler.stop() is None
 
 
+async def test_recordings_that_begin_within_the_same_second_have_files_of_their_own(
+    thread: StepThread, tmp_path: Path
+) -> None:
+    profiler = EngineProfiler("engine-1", "192.0.2.1", thread.run, tmp_path)
+    paths = []
+    for _ in range(8):  # some of them within the same second
+        paths.append((await profiler.start()).path)
+        await profiler.stop()
+    assert len(set(paths)) == 8
+    assert {str(file) for file in tmp_path.iterdir()} == set(paths)
+
+
 async def test_a_recording_that_is_not_stopped_ends_by_itself(
     thread: StepThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,24 @@ def test_a_folder_for_downloads_beside_a_model_that_is_a_folder_is_refused(tmp_p
             application_spec(options, {})
 
 
+def test_an_empty_name_of_the_model_is_refused_and_not_taken_for_none() -> None:
+    with pytest.raises(InvalidSpec, match=r"^model_id: is empty: "):
+        application_spec(ServeOptions(model=MODEL, model_id=""), {})
+
+
+@pytest.mark.parametrize(
+    "value", ["9" * 5000, "2024-13-45", "[" * 5000, "[float32"], ids=["long", "no date", "nested", "not closed"]
+)
+def test_a_value_that_cannot_be_read_is_refused_with_its_option(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--max-num-seqs", value], [f"--max-num-seqs={value}"]):
+        with pytest.raises(SystemExit):
+            engine_args_from(words)
+        said = capsys.readouterr().err
+        assert said.startswith("error: --max-num-seqs: '")
+        assert "is not valid YAML" in said
+        assert len(said) < 200
+
+
 def test_suggested_commands_have_the_key_option_if_a_key_is_required() -> None:
     _, open_to_all = application_spec(ServeOptions(model=MODEL), {})
     _, keyed = application_spec(ServeOptions(model=MODEL, api_key=["secret"]), {})

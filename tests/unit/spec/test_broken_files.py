@@ -206,10 +206,10 @@ def test_gateways_of_two_applications_may_have_one_port_on_machines_of_their_own
 def test_too_many_ranks_are_refused_before_they_are_placed(tmp_path: Path) -> None:
     allowed = "and may have 16384: give fewer replicas or smaller groups (tensor_parallel_size, data_parallel_size)"
     for content in (
-        "fleets: {unified: {replicas: 1000000}}",
-        "fleets: {unified: {}}\nengine: {data_parallel_size: 1000000}",
+        "fleets: {prefill: {replicas: 16384}, decode: {replicas: 16384}}",
+        "fleets: {unified: {replicas: 2}}\nengine: {data_parallel_size: 16384}",
     ):
-        said = f"fleets: they have 1000000 ranks in all, {allowed}"
+        said = f"fleets: they have 32768 ranks in all, {allowed}"
         check_it_is_refused(written(tmp_path, f"model: {MODEL}\n{content}"), said)
 
 

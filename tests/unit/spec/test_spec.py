@@ -153,6 +153,7 @@ def test_origins_that_browsers_send_may_be_allowed(model: str, origin: str) -> N
         ({"fleets": {"unified": {"step_timeout_s": 0.5}}}, "step_timeout_s: is 0.5, must be at least 1"),
         ({"model_id": "a "}, "model_id: is 'a ', must be printable, without blanks at its ends"),
         ({"model_id": "a\nb"}, "model_id: is 'a\\nb', must be printable"),
+        ({"model_id": ""}, "model_id: is empty: give the name by which clients ask for the model, or leave it out"),
         ({"revision": ""}, "revision: is '', must have at least 1 character"),
         ({"download_dir": ""}, "download_dir: is '', must have at least 1 character"),
         ({"gateway": {"prot": 1}}, "did you mean 'port'?"),
