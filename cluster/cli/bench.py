@@ -316,7 +316,7 @@ def _free_bytes(device: str) -> int:
     """Return the free memory of this machine, or of all its GPUs."""
     import torch
 
-    from baton.engine.startup.kv_cache import available_memory_bytes
+    from baton.engine.startup.memory import available_memory_bytes
 
     if device == "cpu":
         return available_memory_bytes()
