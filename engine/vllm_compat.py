@@ -110,7 +110,6 @@ _REQUEST = {
     "lora_request": UnsupportedArgument(_NO_LORA),
     "prompt_adapter_request": UnsupportedArgument(_NO_LORA),
     "guided_options_request": UnsupportedArgument("ask for structured_outputs in SamplingParams"),
-    "priority": UnsupportedArgument("prompts of one call run in their order"),
     "tokenization_kwargs": UnsupportedArgument("prompts are encoded in one way: give prompt_token_ids", ({},)),
     "mm_processor_kwargs": UnsupportedArgument(_TEXT_ONLY, ({},)),
 }

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
+from ..core.messages import HIGHEST_PRIORITY, LOWEST_PRIORITY
 from ..core.sampling import InvalidSamplingParams, SamplingParams, as_decoded
 from ..text import RESERVED_VARIABLES, InvalidMessages, Tokenizer
 from ..vllm_compat import UnsupportedArgument, refusals
@@ -68,6 +69,20 @@ def predictions_for_each(prediction: Any, num_conversations: int) -> Sequence[st
             f"must be the text of an answer, or a list with one for each of the {num_conversations} conversations",
         )
     return cast(Sequence[str | None], listed)
+
+
+def priorities_for_each(priority: Any, num_prompts: int) -> Sequence[int]:
+    """Return the priority of each prompt. Raises `InvalidArgument` unless there is one for each."""
+    if priority is None:
+        return [0] * num_prompts
+    known = range(LOWEST_PRIORITY, HIGHEST_PRIORITY + 1)
+    is_list = isinstance(priority, list | tuple) and all(type(each) is int and each in known for each in priority)
+    if not is_list or len(priority) != num_prompts:
+        raise InvalidArgument(
+            "priority",
+            f"must be a list with a whole number of 32 bits, lower is sooner, for each of the {num_prompts} prompts",
+        )
+    return cast(Sequence[int], priority)
 
 
 class PromptReader:

@@ -36,6 +36,7 @@ from .arguments import (
     as_list,
     one_for_each,
     predictions_for_each,
+    priorities_for_each,
     refuse_unsupported,
     require_flag,
     require_template_for_tools,
@@ -129,6 +130,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Generate continuations of every prompt, in the prompts' order.
@@ -136,14 +139,14 @@ class LLM:
         A prompt is text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, the last two with an
         optional `"cache_salt"`, and an optional `"prediction"`: the expected answer, as text or token ids, from which
         an engine with `speculative_config` takes drafts. One `SamplingParams` serves all prompts; a list has one for
-        each. `use_tqdm` shows a progress bar. `vllm_arguments` are accepted if they change nothing: see
-        `vllm_compat`.
+        each. `use_tqdm` shows a progress bar. `priority` has a number for each prompt: lower is served sooner, whatever
+        the order of the prompts. `vllm_arguments` are accepted if they change nothing: see `vllm_compat`.
 
         Raises `InvalidArgument`, `InvalidPrompt`, `InvalidSamplingParams` or `GenerationFailed`, and ends all requests
         of the call. Raises `EngineFailed` or `GroupFailed` if the engine can serve nothing any more, or was closed.
         """
         refuse_unsupported("generate", vllm_arguments, vllm_compat.GENERATE)
-        return self._generate(as_list(prompts), sampling_params, use_tqdm)
+        return self._generate(as_list(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -157,6 +160,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens_in_messages: bool = False,
         prediction: str | Sequence[str | None] | None = None,
+        priority: Sequence[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, with the checkpoint's chat template.
@@ -164,7 +168,7 @@ class LLM:
         `tools` need a template that lists them. `chat_template_kwargs` are additional variables of the template, such
         as `enable_thinking`. Text in messages is never read as control tokens, even if it spells one, unless
         `special_tokens_in_messages` is set. `prediction` is the expected answer of one conversation, or a list with one
-        for each, as in `generate`.
+        for each, as in `generate`; `priority` has a number for each conversation.
 
         Raises `ChatTemplateError` (`InvalidMessages` for messages), and the exceptions of `generate`.
         """
@@ -186,28 +190,31 @@ class LLM:
             prompt = ChatPrompt(text) if special_tokens_in_messages else tokenizer.guard_chat(text, chat)
             token_ids = tokenizer.encode_chat(prompt)
             prompts.append({"prompt": text, "prompt_token_ids": token_ids, "prediction": expected})
-        return self._generate(prompts, sampling_params, use_tqdm)
+        return self._generate(prompts, sampling_params, use_tqdm, priority)
 
     def _generate(
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         require_flag("use_tqdm", use_tqdm, "; a bar of another kind is not drawn")
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         with self._turn:
             if not self._end.alive:
                 raise EngineFailed("the engine was closed", [])
+            params = one_for_each(default, len(prompts))
+            priorities = priorities_for_each(priority, len(prompts))
             requests = [
-                self._request(index, self._prompts.read(index, prompt), params)
-                for index, (prompt, params) in enumerate(zip(prompts, one_for_each(params, len(prompts)), strict=True))
+                self._request(index, self._prompts.read(index, prompt), each, first)
+                for index, (prompt, each, first) in enumerate(zip(prompts, params, priorities, strict=True))
             ]
             with prompts_bar(len(requests)) if use_tqdm else nullcontext() as bar:
                 self._run(requests, bar)
         return [request.output for request in requests]
 
-    def _request(self, index: int, prompt: ReadPrompt, params: SamplingParams) -> _Request:
+    def _request(self, index: int, prompt: ReadPrompt, params: SamplingParams, priority: int) -> _Request:
         if params.stop and (self.tokenizer is None or not params.detokenize):
             raise InvalidSamplingParams("stop", "needs text: a tokenizer, and detokenize=True")
         if params.bad_words:
@@ -220,6 +227,7 @@ class LLM:
             seed=self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed,
             cache_salt=prompt.cache_salt,
             prediction=prompt.prediction,
+            priority=priority,
             continuations=[Continuation(i, prompt.token_ids, params, self.tokenizer) for i in range(params.n)],
         )
 
@@ -296,6 +304,7 @@ class _Request:
     seed: int
     cache_salt: str
     prediction: list[int]
+    priority: int
     continuations: list[Continuation]
 
     def engine_requests(self) -> Iterator[tuple[EngineRequest, Continuation]]:
@@ -310,6 +319,7 @@ class _Request:
                 arrival_s=time.time(),
                 cache_salt=self.cache_salt,
                 prediction_token_ids=self.prediction,
+                priority=self.priority,
             )
             yield request, continuation
 

@@ -53,6 +53,13 @@ def test_answers_come_in_the_order_of_the_prompts_each_with_its_own_parameters(l
     assert all(result.finished and result.outputs[0].finish_reason == "length" for result in results)
 
 
+def test_prompts_of_a_lower_priority_number_are_served_sooner(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_seqs=1)
+    same, params = [5] * 40, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    results = llm.generate([same, same, same], params, use_tqdm=False, priority=[0, 7, -7])
+    assert [result.num_cached_tokens > 0 for result in results] == [True, True, False]
+
+
 def test_calls_of_several_threads_take_turns(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     prompts = [[number + 3] * 20 for number in range(8)]

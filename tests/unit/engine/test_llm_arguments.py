@@ -156,7 +156,6 @@ def test_parameters_may_be_those_of_other_libraries(others: dict[str, Any]) -> N
         ({"use_tqdm": "no"}, "use_tqdm"),
         ({"use_tqdm": print}, "use_tqdm"),
         ({"lora_request": object()}, "lora_request"),
-        ({"priority": [1]}, "priority"),
         ({"prompt_token_ids": [IDS]}, "prompt_token_ids"),
         ({"temperature": 0.5}, "temperature"),
     ],
@@ -167,6 +166,12 @@ def test_arguments_that_ask_for_something_else_are_refused_by_name(
     with pytest.raises(InvalidArgument, match=f"^{name} is") as caught:
         llm.generate([IDS], GREEDY, **arguments)
     assert caught.value.name == name
+
+
+@pytest.mark.parametrize("priority", [1, [1, 2], [], "1", [1.0], [True], [2**31], [None]])
+def test_priorities_are_whole_numbers_one_for_each_prompt(llm: LLM, priority: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"^priority must be a list with a whole number .* each of the 1 prompts"):
+        llm.generate([IDS], GREEDY, use_tqdm=False, priority=priority)
 
 
 def test_vllms_arguments_of_a_call_are_taken_where_they_ask_for_nothing(text_llm: LLM) -> None:
