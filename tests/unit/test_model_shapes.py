@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from baton.engine.hf_config.eagle3 import read_eagle3
 from baton.engine.models import load_config
 
 TOOL = Path(__file__).parents[2] / "tools" / "model_shapes.py"
@@ -43,7 +44,13 @@ def tool() -> ModuleType:
 def test_the_engine_takes_all_shapes_and_words_are_tokens(tool: ModuleType, tmp_path: Path) -> None:
     for name, shape in tool.SHAPES.items():
         tool.write_config(tmp_path / name, shape)
-        assert load_config(str(tmp_path / name), load_format="dummy").vocab_size == shape["vocab_size"]
+        model, is_head = name.removesuffix("-eagle3"), name.endswith("-eagle3")
+        config = load_config(str(tmp_path / model), load_format="dummy")
+        assert config.vocab_size == shape["vocab_size"]
+        if is_head:
+            head = read_eagle3(tmp_path / name, config)
+            assert head.eagle3 is not None
+            assert head.eagle3.vocab_size == config.vocab_size, "with random numbers that both share it must know all"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "gpt-oss-20b")
     ids = [3, 19, 199, 200000]
     assert tokenizer.decode(ids) == "w3 w19 w199 w200000"

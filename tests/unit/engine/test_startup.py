@@ -65,10 +65,10 @@ def test_a_share_of_a_gpu_is_ignored_beside_a_size(setting: str) -> None:
     assert sized.ignored_on("cuda") == {"gpu_memory_utilization": f"the KV cache is sized by {setting}"}
 
 
-@pytest.mark.parametrize("args", [{"num_gpu_blocks_override": 10**30}, {"kv_cache_memory_bytes": 10**18}])
+@pytest.mark.parametrize("args", [{"num_gpu_blocks_override": 10**8}, {"kv_cache_memory_bytes": 10**15}])
 def test_blocks_for_which_there_is_no_memory_are_refused_by_name(build: Any, args: dict[str, int]) -> None:
     with pytest.raises(InvalidEngineConfig, match=r"its KV blocks take .* GB are left for them: give less") as caught:
-        build(max_num_seqs=10**6, max_num_batched_tokens=10**6, **args)
+        build(max_num_seqs=1 << 16, max_num_batched_tokens=1 << 16, **args)
     assert [caught.value.field] == [*args]
 
 
