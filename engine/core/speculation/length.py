@@ -52,6 +52,7 @@ LOAN_STEPS = 3.0
 _ENOUGH_STEPS = 2.0  # on the account, for a try at any cost
 MOST_IN_A_ROW = 128
 _RESTS = 2  # steps, of which only the last one counts (`step_cost`)
+_MANY = 6  # measurements of steps without drafts; with each one less, half as many steps with drafts in a row
 _LEAST_CHANCE = 0.06  # drafts with less chance are not worth it, however little they cost
 _MARGIN = 1.1  # because estimates err, and a draft takes the scheduler's time, too
 _FIRST_PRIOR = 0.6  # share of drafts that are accepted, while nothing is known
@@ -126,7 +127,7 @@ class DraftLengths:
 
     def _limit_of(self, num_requests: int, num_prompt_tokens: int) -> int:
         plain_s = self._cost.plain_s(num_requests)
-        if self._in_a_row >= min(MOST_IN_A_ROW, 2 << self._cost.num_plain(num_requests)):
+        if self._in_a_row >= MOST_IN_A_ROW >> max(0, _MANY - self._cost.num_plain(num_requests)):
             self._in_a_row, self._num_rests = 0, _RESTS
         self._is_measured = plain_s is None or self._num_rests > 0
         if plain_s is None or self._account_s is None:
