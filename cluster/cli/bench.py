@@ -24,6 +24,7 @@ from .cli_common import (
     new_group,
     write_file,
 )
+from .known_models import GB
 from .load.options import InvalidLoad, ServeLoad, as_options
 from .options import (
     LONGEST_S,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from baton.cluster.simulation.traffic import TrafficShape
-
-GB = 10**9
 
 bench_app = new_group()
 
