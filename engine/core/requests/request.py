@@ -375,8 +375,8 @@ class FinishRule:
         self.hands_off = self.limit < self._length_limit  # after one token, unless that is a stop token
 
     def bans_stop_tokens(self, length: int) -> bool:
-        """Return whether the token behind `length` tokens of prompt and output must not be a stop token."""
-        return length < self._min_length
+        """Return whether stop tokens must be kept from following `length` tokens of prompt and output."""
+        return bool(self.stop_token_ids) and length < self._min_length
 
     def reason(self, token_id: int, num_tokens: int) -> FinishReason | None:
         """Return why the request ends with `token_id` as its token number `num_tokens`; None if it goes on."""

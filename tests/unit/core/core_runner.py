@@ -79,7 +79,7 @@ class FakeRunner:
         self._planned.update({start.row: [list(table) for table in start.block_tables] for start in plan.started_rows})
         self._applied.update({start.row: start.num_computed for start in plan.started_rows})
         for each in plan.started_rows:
-            bound = len(each.prompt_token_ids) + each.sampling.min_tokens
+            bound = len(each.prompt_token_ids) + each.sampling.min_tokens if each.stop_token_ids else 0
             self._edited_until[each.row] = bound if each.sampling.is_plain else self.config.max_length
         for chunk in plan.chunks:
             append(self._planned[chunk.row], chunk.new_block_ids)

@@ -149,7 +149,9 @@ def test_requests_whose_logits_are_edited_on_the_host_are_in_no_step_before_thei
 ) -> None:
     """The runner checks that; other requests go on."""
     engine = Harness(config(depth=depth), num_drafts=3, draft_errors=errors, edits_on_host=True)
-    engine.add(request("edited", 10, max_tokens=40, min_tokens=40), request("plain", 10, max_tokens=40))
+    engine.add(
+        request("edited", 10, max_tokens=40, min_tokens=40, stop_token_ids=[49]), request("plain", 10, max_tokens=40)
+    )
     engine.run_to_the_end()
     edited, plain = ([_chunk_of(plan, row) for plan in engine.runner.plans[1:]] for row in range(2))
     assert all(chunk.num_drafts for chunk in edited[: -depth - 1] if chunk is not None), "it has drafts all the same"
@@ -161,12 +163,25 @@ def test_requests_whose_logits_are_edited_on_the_host_are_in_no_step_before_thei
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_requests_with_min_tokens_are_in_every_step_once_they_have_these(depth: int) -> None:
     engine = Harness(config(depth=depth), num_drafts=3, edits_on_host=True)
-    engine.add(request("bound", 10, max_tokens=40, min_tokens=8), request("plain", 10, max_tokens=60))
+    stops = [49]
+    engine.add(
+        request("bound", 10, max_tokens=40, min_tokens=8, stop_token_ids=stops), request("plain", 10, max_tokens=60)
+    )
     engine.run_to_the_end()
     chunks = [_chunk_of(plan, 0) for plan in engine.runner.plans[1:]]
     first, last = 2 * depth + 2, max(number for number, chunk in enumerate(chunks) if chunk is not None)
     assert (None in chunks[:first]) == (depth > 1)
     assert None not in chunks[first:last]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_requests_with_min_tokens_but_no_stop_tokens_are_in_every_step(depth: int) -> None:
+    """Benchmarks send such requests, with `ignore_eos`."""
+    engine = Harness(config(depth=depth, eos_token_ids=[49]), num_drafts=3, edits_on_host=True)
+    engine.add(request("bound", 10, max_tokens=40, min_tokens=40, ignore_eos=True), request("plain", 10, max_tokens=60))
+    engine.run_to_the_end()
+    chunks = [_chunk_of(plan, 0) for plan in engine.runner.plans[1:]]
+    assert None not in chunks[: max(number for number, chunk in enumerate(chunks) if chunk is not None)]
 
 
 def _chunk_of(plan: StepPlan, row: int) -> Chunk | None:
