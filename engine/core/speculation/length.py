@@ -53,6 +53,7 @@ _ENOUGH_STEPS = 2.0  # on the account, for a try at any cost
 MOST_IN_A_ROW = 128
 _RESTS = 2  # steps, of which only the last one counts (`step_cost`)
 _MANY = 6  # measurements of steps without drafts; with each one less, half as many steps with drafts in a row
+_MOST_ESTIMATED = 16  # steps with drafts whose time without them is only an estimate, between rests
 _LEAST_CHANCE = 0.06  # drafts with less chance are not worth it, however little they cost
 _MARGIN = 1.1  # because estimates err, and a draft takes the scheduler's time, too
 _FIRST_PRIOR = 0.6  # share of drafts that are accepted, while nothing is known
@@ -101,7 +102,8 @@ class DraftLengths:
         self._threshold, self._limit = 1.0, 0
         self._reviewed = 0  # the step in which the threshold was computed
         self._reviewed_for = (0, False)  # its number of requests, and whether it read prompts
-        self._in_a_row = 0  # steps with drafts
+        self._in_a_row = 0  # steps with drafts since the last rest
+        self._num_estimated = 0  # those of them whose time without drafts is only an estimate
         self._num_rests = 0  # steps that are to have no drafts
         self._was_plain = False  # the newest settled step had no drafts, guesses or prompts
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
@@ -127,8 +129,8 @@ class DraftLengths:
 
     def _limit_of(self, num_requests: int, num_prompt_tokens: int) -> int:
         plain_s = self._cost.plain_s(num_requests)
-        if self._in_a_row >= MOST_IN_A_ROW >> max(0, _MANY - self._cost.num_plain(num_requests)):
-            self._in_a_row, self._num_rests = 0, _RESTS
+        if self._is_rest_due(num_requests):
+            self._in_a_row, self._num_estimated, self._num_rests = 0, 0, _RESTS
         self._is_measured = plain_s is None or self._num_rests > 0
         if plain_s is None or self._account_s is None:
             return 0
@@ -145,6 +147,12 @@ class DraftLengths:
             self._pause = _FIRST_PAUSE
             return self._most
         return 0 if num_prompt_tokens else self._try_all(num_requests, plain_s)
+
+    def _is_rest_due(self, num_requests: int) -> bool:
+        num_plain = self._cost.num_plain(num_requests)
+        if num_plain:
+            return self._in_a_row >= MOST_IN_A_ROW >> max(0, _MANY - num_plain)
+        return self._num_estimated >= _MOST_ESTIMATED
 
     def _try_all(self, num_requests: int, plain_s: float) -> int:
         """Give every request one draft that does not look worth it, if the last try was long ago and is paid for."""
@@ -300,6 +308,7 @@ class DraftLengths:
             self._cost.note_guesses(num_requests, num_guesses, lost_s)
         if num_drafts:
             self._in_a_row += 1
+            self._num_estimated += self._cost.num_plain(num_requests) == 0
             self._last_drafts = self._step
             guesses_s = num_guesses * self._cost.guess_s(num_requests)
             seconds = min(seconds, self._cost.longest_s(num_requests, num_drafts, plain_s) + guesses_s)

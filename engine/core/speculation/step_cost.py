@@ -2,8 +2,8 @@
 
     seconds of a step = plain(requests) + drafts * added(tokens)
 
-`plain` is known only for about those numbers of requests for which it was measured, since it is the base for what
-speculation gains or loses. On a device that works while the next step is planned, the time between the ends of two
+`plain` is the base for what speculation gains or loses, so it is measured for about each number of requests. Between
+two numbers for which it is known it is estimated, as while the requests of a batch end one after the other. On a device that works while the next step is planned, the time between the ends of two
 steps of different kinds is that of neither; so a step without drafts counts if the one before it had none either, and
 others only until there is such a one. `added` is interpolated between the sizes that were measured. Without a
 measurement, a draft is taken to cost as much as a request. Where memory bandwidth bounds a step it costs far less, as a
@@ -35,6 +35,10 @@ def _bin(size: int) -> int:
     return round(4 * math.log2(size))
 
 
+def _size_of(number: int) -> float:
+    return 2.0 ** (number / 4)
+
+
 @dataclass(slots=True)
 class _Plain:
     """Steps without drafts."""
@@ -57,14 +61,26 @@ class StepCost:
         self._guess: dict[int, float] = {}  # seconds of one guess for each request, by the bin of their number
 
     def plain_s(self, num_requests: int) -> float | None:
-        """Return the time of a step without drafts; None if it was not measured."""
-        plain = self._plain.get(_bin(num_requests))
-        return plain.seconds if plain is not None and plain.count >= _TRUSTED and not self._is_old(plain) else None
+        """Return the time of a step without drafts; None if neither it nor fewer and more requests were measured."""
+        size = _bin(num_requests)
+        if self._is_known(size):
+            return self._plain[size].seconds
+        known = sorted(filter(self._is_known, self._plain))
+        above = bisect(known, size)
+        if above in (0, len(known)):
+            return None
+        low, high = known[above - 1 : above + 1]
+        share = (num_requests - _size_of(low)) / (_size_of(high) - _size_of(low))
+        return (1 - share) * self._plain[low].seconds + share * self._plain[high].seconds
 
     def num_plain(self, num_requests: int) -> int:
-        """Return how many measurements `plain_s` rests on."""
-        plain = self._plain.get(_bin(num_requests))
-        return plain.count if plain is not None else 0
+        """Return how many measurements of about this number of requests `plain_s` rests on; 0: it is an estimate."""
+        size = _bin(num_requests)
+        return self._plain[size].count if self._is_known(size) else 0
+
+    def _is_known(self, size: int) -> bool:
+        plain = self._plain.get(size)
+        return plain is not None and plain.count >= _TRUSTED and not self._is_old(plain)
 
     def _is_old(self, plain: _Plain) -> bool:
         return self._num_noted - plain.noted > _KEPT_STEPS

@@ -41,6 +41,20 @@ def test_the_time_without_drafts_is_known_from_the_second_step_on_for_some_hundr
     assert cost.plain_s(8) == pytest.approx(0.020)
 
 
+def test_between_two_numbers_of_requests_the_time_without_drafts_is_estimated() -> None:
+    cost = StepCost()
+    for _ in range(2):
+        cost.note_plain(8, 0.010)
+        cost.note_plain(64, 0.024)
+    assert cost.plain_s(36) == pytest.approx(0.017)
+    assert (cost.num_plain(8), cost.num_plain(36)) == (2, 0)
+    assert cost.plain_s(128) is None
+    assert cost.plain_s(4) is None
+    for _ in range(2):
+        cost.note_plain(36, 0.015)
+    assert cost.plain_s(36) == pytest.approx(0.015), "a measurement counts more"
+
+
 def test_one_delayed_step_hardly_changes_the_time_without_drafts() -> None:
     cost = StepCost()
     for seconds in (0.010, 0.010, 0.010, 0.010, 5.0):
