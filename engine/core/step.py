@@ -135,6 +135,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     group: GroupStep | None = None  # None: this rank runs by itself
     masks: list[TokenMask] = []  # for all draws of rows with a grammar
     num_guesses: int = 0  # how many tokens the device guesses after the last draw of each chunk that samples
+    # From this chunk on, a draft model reads all tokens of their rows that it has not read yet. None: those of prompts
+    # alone; with guesses, those of all chunks.
+    reads_from: int | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -70,7 +70,7 @@ def build_engine(
         with phases("warm_up"):
             runner = loaded.make_runner()
         grammars = _grammars(config, loaded.core_config)
-        drafting = make_drafting(loaded.core_config.speculation, loaded.device_type)
+        drafting = make_drafting(loaded.core_config, loaded.device_type)
         core = EngineCore(
             Scheduler(loaded.core_config, connector, tiers=tiers, grammars=grammars, drafting=drafting),
             loaded.membership.leading(runner),

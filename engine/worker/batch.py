@@ -164,10 +164,11 @@ class CurrentBatch:
         self._tables = tables
         self._writes = writes
         self.batch = Batch.of([])
+        self.reads_from: int | None = None  # see `StepPlan`
 
-    def set(self, batch: Batch, shape: StepShape) -> None:
+    def set(self, batch: Batch, shape: StepShape, reads_from: int | None = None) -> None:
         """Write the batch of the next step, which is padded to `shape`."""
-        last = self.batch
+        last, self.reads_from = self.batch, reads_from
         if batch.rows != last.rows or batch.samples != last.samples:
             tables, add = self._tables, self._writes.add
             add(tables.rows.address(0), batch.rows + [-1] * (len(last.rows) - len(batch.rows)))

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from baton.engine import EngineConfig
+from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.requests.drafting import Drafting
-from baton.engine.core.speculation.config import SpeculativeConfig
 from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.parallel import Member
 from baton.engine.startup import build
@@ -30,7 +30,7 @@ def serve_with_drafts(
 ) -> Served | None:
     """Serve requests as `serve` does, with drafts of these answers, by request, some of which are wrong."""
 
-    def make(speculation: SpeculativeConfig | None, device: str) -> Drafting | None:
+    def make(core: EngineCoreConfig, device: str) -> Drafting | None:
         drafter = InformedDrafter(lambda name, prompt: [*prompt, *answers[name]], 1 - ERRORS, vocab_size)
         return Drafting(drafter, MOST, adapts=False)
 

@@ -24,19 +24,24 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..speculation.config import SpeculativeConfig, make_drafter
+from ..config import EngineCoreConfig
+from ..speculation.config import make_drafter
 from ..speculation.drafter import DraftedRequest, Drafter
 from ..speculation.length import DraftLengths
 from ..speculation.stats import SpeculationCounter, SpeculationStats
 from ..step import Chunk
 from .request import Request
 
+# Tokens of each request, on average, that a draft model has not read:
+MOST_UNREAD = 32  # while guesses are likely soon
+FEW_UNREAD = 8  # before it makes guesses
 _TOKEN_TYPE = "i"
 _TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 
 
-def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+def make_drafting(core: EngineCoreConfig, device: str) -> Drafting | None:
     """Return the drafting of an engine with these settings on this kind of device; None without speculation."""
+    config = core.speculation
     if config is None:
         return None
     return Drafting(
@@ -45,6 +50,7 @@ def make_drafting(config: SpeculativeConfig | None, device: str) -> Drafting | N
         edits_on_host=device == "cuda",
         on_device=config.guesses_on_device,
         guesses_most=device == "cuda",
+        most_read=core.max_num_batched_tokens if config.method == "draft_model" else None,
     )
 
 
@@ -70,18 +76,23 @@ class Drafting:
         edits_on_host: bool = False,
         on_device: bool = False,
         guesses_most: bool = False,
+        most_read: int | None = None,
     ) -> None:
         """Create the drafting of an engine, with at most `most` drafts for a request in a step.
 
         With `adapts`, a request gets only as many as are worth their time. `edits_on_host`: the host edits logits by
         position, so it must know the position when it plans a step. `on_device`: the device makes the guesses, and
-        with `guesses_most` always `most` of them, or none.
+        with `guesses_most` always `most` of them, or none. `most_read`: the drafter is a model that may read tokens
+        later, so many of earlier steps in one; None: it reads all tokens of each step.
         """
         self.most = most
         self.drafter = drafter
         self._edits_on_host = edits_on_host
         self._on_device = on_device
-        self._lengths = DraftLengths(most, guesses_most=guesses_most) if adapts else None
+        self._most_read = most_read
+        self._lengths = None
+        if adapts:
+            self._lengths = DraftLengths(most, guesses_ahead=on_device, guesses_most=guesses_most)
         self._counter = SpeculationCounter(most)
         self._num_told: dict[Request, int] = {}  # how many tokens of each request the drafter knows
         self._predicted: dict[Request, PredictedText] = {}  # for requests that the drafter knows
@@ -135,21 +146,53 @@ class Drafting:
         guesses = self.drafter.propose(request.request_id, num_coming + num_drafts)
         return Drafts(len(guesses) - num_coming, guesses) if len(guesses) > num_coming else NO_DRAFTS
 
-    def plan_guesses(self, chunks: Sequence[Chunk], requests: Sequence[Request]) -> int:
+    def plan_guesses(self, chunks: Sequence[Chunk], requests: Sequence[Request]) -> tuple[int, int | None]:
         """Return how many guesses the device makes after each token drawn in a step, and note them for its requests.
 
-        Each request uses them as drafts in its next step.
+        Each request uses them as drafts in its next step. Also returns `StepPlan.reads_from`.
         """
         if not self._on_device:
-            return 0
+            return 0, None
         drawn = [request for chunk, request in zip(chunks, requests, strict=True) if chunk.samples]
         asking = [request for request in drawn if request.may_go_on and not request.is_constrained]
-        num_guesses = self.most if asking else 0
+        num_guesses, reads_from = self.most if asking else 0, None
         if self._lengths is not None:
-            num_guesses = self._lengths.num_guesses_to_make([request.request_id for request in asking])
+            asking_ids = [request.request_id for request in asking]
+            if self._most_read is not None:
+                reads_from = self._plan_reads(self._lengths, chunks, requests, asking_ids, self._most_read)
+            num_guesses = 0 if reads_from is not None else self._lengths.num_guesses_to_make(asking_ids)
         for request in drawn:
             request.num_guesses = num_guesses
-        return num_guesses
+        if num_guesses and self._most_read is not None:
+            reads_from = _read_from(requests, FEW_UNREAD * len(requests)) or None
+            for request in requests[: reads_from or 0]:
+                request.num_guesses = 0  # they would be arbitrary
+        return num_guesses, reads_from
+
+    def _plan_reads(
+        self,
+        lengths: DraftLengths,
+        chunks: Sequence[Chunk],
+        requests: Sequence[Request],
+        asking_ids: Sequence[str],
+        most: int,
+    ) -> int | None:
+        """Return the first chunk from which on a draft model reads in a step that makes no guesses; None: no chunk.
+
+        It reads only if there will be guesses soon: so that the next steps can make them, or so many that a later one
+        would have to wait for them. For a try it reads in one step alone, and the other requests get no guesses.
+        """
+        num_unread = num_drafts = 0
+        for chunk, request in zip(chunks, requests, strict=True):
+            num_drafts += chunk.num_drafts
+            is_decode = chunk.num_tokens == 1 + chunk.num_drafts
+            request.num_unread = request.num_unread + chunk.num_tokens if is_decode else 0
+            num_unread += request.num_unread
+        if num_drafts:  # their time is to be known
+            return None
+        is_late = lengths.are_worth_it and num_unread >= min(MOST_UNREAD * len(chunks), most)
+        is_behind = num_unread > FEW_UNREAD * len(chunks) and lengths.should_read_first(asking_ids)
+        return _read_from(requests, most) if is_late or is_behind else None
 
     def guess_for_grammar(self, request: Request) -> tuple[int, Sequence[int]]:
         """Return how many drafts a request may get in its next step, and guesses for its grammar to check.
@@ -205,11 +248,19 @@ class Drafting:
         return text.contains((*before, *chunk.drafts))
 
     def observe(
-        self, num_requests: int, num_drafts: int, num_prompt_tokens: int, seconds: float, num_guesses: int = 0
+        self,
+        num_requests: int,
+        num_drafts: int,
+        num_prompt_tokens: int,
+        seconds: float,
+        num_guesses: int = 0,
+        *,
+        reads_late: bool = False,
     ) -> None:
         """Take in the time of a step, and what it computed, once its requests are settled.
 
-        `num_requests` decoded in it with `num_drafts` drafts; the device made `num_guesses` for each of them.
+        `num_requests` decoded in it with `num_drafts` drafts; the device made `num_guesses` for each of them, or a
+        draft model read tokens of earlier steps.
         """
         num_accepted, self._num_accepted = self._num_accepted, 0
         if self._lengths is None:
@@ -218,7 +269,7 @@ class Drafting:
         if num_prompt_tokens:
             self._lengths.observe_prompts(num_tokens + num_prompt_tokens, seconds)
         else:
-            self._lengths.observe(num_tokens, seconds, num_drafts, num_accepted, num_guesses)
+            self._lengths.observe(num_tokens, seconds, num_drafts, num_accepted, num_guesses, reads_late=reads_late)
 
     def end(self, request: Request) -> None:
         """Forget a request that has ended. The drafter may learn from its answer."""
@@ -234,6 +285,19 @@ class Drafting:
 
     def stats(self) -> SpeculationStats:
         return self._counter.stats()
+
+
+def _read_from(requests: Sequence[Request], most: int) -> int:
+    """Return the first request from which on a draft model has at most `most` tokens to read, and count them as read.
+
+    It is never behind the last one.
+    """
+    first = len(requests)
+    while first and (first == len(requests) or requests[first - 1].num_unread <= most):
+        first -= 1
+        most -= requests[first].num_unread
+        requests[first].num_unread = 0
+    return first
 
 
 class PredictedText:

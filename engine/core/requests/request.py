@@ -129,6 +129,7 @@ class Request:
         "num_registered",
         "num_seen_blocks",
         "num_tokens",
+        "num_unread",
         "num_unsettled_drafts",
         "prompt_logprobs",
         "queue_key",
@@ -153,6 +154,7 @@ class Request:
         self.num_prompt = len(message.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
         self.num_computed = 0
+        self.num_unread = 0  # at most so many of its computed tokens have not been read by a draft model
         self.num_guesses = 0  # guesses of its next tokens that its row has on the device
         self.num_unsettled_drafts = 0  # in steps in flight: so many of its tokens may be taken back
         self.num_accepted_drafts = 0  # in the newest settled step with drafts: its state may be so many tokens behind

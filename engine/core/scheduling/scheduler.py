@@ -222,7 +222,14 @@ class Scheduler:
         self._num_drawn += num_drawn
         if self.drafting is not None:
             num_drafts = plan.num_tokens - num_decodes - num_prompt_tokens
-            self.drafting.observe(num_decodes, num_drafts, num_prompt_tokens, seconds, plan.num_guesses)
+            self.drafting.observe(
+                num_decodes,
+                num_drafts,
+                num_prompt_tokens,
+                seconds,
+                plan.num_guesses,
+                reads_late=plan.reads_from is not None and not plan.num_guesses,
+            )
         if len(self.requests) != num_live:
             self.running.remove_ended()
         if self.tier_copies.has_tiers:

@@ -146,8 +146,16 @@ class StepBuilder:
         requests += self._drafted_requests
         requests += self._longer_requests
         masks = _masks(chunks, requests) if constrained else []
-        num_guesses = 0 if drafting is None else drafting.plan_guesses(chunks, requests)
-        plan = StepPlan(self.step, freed_rows, self._row_starts, chunks, masks=masks, num_guesses=num_guesses)
+        num_guesses, reads_from = (0, None) if drafting is None else drafting.plan_guesses(chunks, requests)
+        plan = StepPlan(
+            self.step,
+            freed_rows,
+            self._row_starts,
+            chunks,
+            masks=masks,
+            num_guesses=num_guesses,
+            reads_from=reads_from,
+        )
         return plan, requests
 
 

@@ -6,6 +6,7 @@ same token, so speculation changes only the time. A guess that a step checks is 
 config          SpeculativeConfig: settings under vLLM's names; make_drafter
 drafter         Drafter: the interface that the scheduler asks for guesses
 ngram, suffix   the drafters that search texts, with token_index
-length          how many drafts a request gets in a step, by how many were accepted lately and by their cost (step_cost)
+acceptance      the share of drafts that are accepted, by position
+length          how many drafts a request gets in a step, by acceptance and by their cost (step_cost)
 stats           counters of drafts and accepted drafts
 """

@@ -34,17 +34,19 @@ prompt token. Such steps leave the account alone, as their time says nothing abo
 
 A drafter on the device makes guesses one step ahead. They take time even if they never become drafts. So a step whose
 time is to be measured without guesses makes none (`num_guesses_to_make`), and the account is charged with unused ones.
-Guesses are used even if their cost has overdrawn the account: only drafts can pay for them. Where a step makes all
-guesses or none, their time does not depend on the number of drafts: it is a part of T, and there are drafts only if
-some number of them pays for it.
+A draft model that has left tokens unread meanwhile reads them in steps before, which the account is charged with, too.
+Guesses are used even if their cost has overdrawn the account: only drafts can pay for them; and after such reading
+there may be drafts in `_GRACE` steps. Where a step makes all guesses or none, their time does not depend on the number
+of drafts: it is a part of T, and there are drafts only if some number of them pays for it.
 
 Everything is a function of the calls; nothing is random.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from .acceptance import Acceptance, chances
 from .step_cost import StepCost
 
 ALLOWANCE = 0.015  # share of the time that drafts may cost in vain
@@ -53,6 +55,7 @@ _ENOUGH_STEPS = 2.0  # on the account, for a try at any cost
 MOST_IN_A_ROW = 128
 _RESTS = 2  # steps, of which only the last one counts (`step_cost`)
 _MANY = 6  # measurements of steps without drafts; with each one less, half as many steps with drafts in a row
+_GRACE = 8  # steps with drafts in which they may pay for what a draft model has read for them
 _MOST_ESTIMATED = 16  # steps with drafts whose time without them is only an estimate, between rests
 _LEAST_CHANCE = 0.06  # drafts with less chance are not worth it, however little they cost
 _MARGIN = 1.1  # because estimates err, and a draft takes the scheduler's time, too
@@ -85,12 +88,14 @@ class DraftLengths:
     the step also read prompts. Memory: 600 bytes for each request, from its first `num_drafts_for` to `end`.
     """
 
-    def __init__(self, most: int, *, guesses_most: bool = False) -> None:
+    def __init__(self, most: int, *, guesses_ahead: bool = False, guesses_most: bool = False) -> None:
         """Create it for at most `most` drafts of one request in a step.
 
-        `guesses_most`: a drafter on the device makes `most` guesses in a step, or none.
+        `guesses_ahead`: a drafter on the device makes them one step ahead. `guesses_most`: it makes `most` guesses in a
+        step, or none.
         """
         self._most = most
+        self._guesses_ahead = guesses_ahead
         self._guesses_most = guesses_most
         self._cost = StepCost()
         self._by_all = Acceptance(most, _KEPT_BY_ALL, _WEIGHT_OF_ALL)
@@ -107,6 +112,9 @@ class DraftLengths:
         self._num_rests = 0  # steps that are to have no drafts
         self._was_plain = False  # the newest settled step had no drafts, guesses or prompts
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
+        self._tried_requests = 0  # in the step of the last try
+        self._late_step = -2  # the newest one in which a draft model reads what it has left unread
+        self._grace = 0  # steps with drafts that the account does not forbid
         self._guessed_step = 0  # the newest step for which the device makes guesses; the account has paid for them
         self._num_missed = 0  # requests that missed a step because of drafts in the step being settled
         self._is_measured = False  # the step makes no guesses, so that its time without them becomes known
@@ -115,6 +123,23 @@ class DraftLengths:
     def num_known(self) -> int:
         """The number of requests whose drafts are remembered."""
         return len(self._tried)
+
+    @property
+    def are_worth_it(self) -> bool:
+        """False while drafts are not worth their time, or the account forbids them."""
+        return self._threshold < 1 and not self._is_overdrawn
+
+    @property
+    def _is_overdrawn(self) -> bool:
+        return self._account_s is not None and self._account_s < 0 and not (self._grace and self._threshold < 1)
+
+    def should_read_first(self, request_ids: Sequence[str]) -> bool:
+        """Return whether a draft model should read in this step what it has left unread, for guesses to follow."""
+        has_just_read = self._threshold >= 1 and self._late_step == self._step - 1
+        if has_just_read or not self._num_guesses_worth_it(request_ids):
+            return False
+        self._late_step, self._grace = self._step, _GRACE
+        return True
 
     # -------------------------------------------------------------------------------- planning
 
@@ -134,15 +159,15 @@ class DraftLengths:
         self._is_measured = plain_s is None or self._num_rests > 0
         if plain_s is None or self._account_s is None:
             return 0
-        if self._num_rests:
-            self._num_rests -= 1
-            return 0
-        if self._account_s < 0 and self._guessed_step != self._step:
-            return 0
         kind = num_requests, num_prompt_tokens > 0
         if self._reviewed_for != kind or self._step - self._reviewed >= _REVIEWED:
             self._reviewed, self._reviewed_for = self._step, kind
             self._threshold = self._threshold_of(*kind, plain_s)
+        if self._num_rests:
+            self._num_rests -= 1
+            return 0
+        if self._is_overdrawn and self._guessed_step != self._step:
+            return 0
         if self._threshold < 1:
             self._pause = _FIRST_PAUSE
             return self._most
@@ -157,9 +182,9 @@ class DraftLengths:
     def _try_all(self, num_requests: int, plain_s: float) -> int:
         """Give every request one draft that does not look worth it, if the last try was long ago and is paid for."""
         if self._guessed_step != self._step:
-            if not self._may_try(num_requests, plain_s, self._step):
+            if self._guesses_ahead or not self._may_try(num_requests, plain_s, self._step):
                 return 0
-            self._begin_try(self._step)
+            self._begin_try(self._step, num_requests)
         self._reviewed_for = (0, False)
         self._threshold = 0.0
         self._is_measured = True
@@ -173,16 +198,22 @@ class DraftLengths:
         self._pause = _FIRST_PAUSE
 
     def _may_try(self, num_requests: int, plain_s: float, step: int) -> bool:
-        """Return whether the last drafts were long before `step`, and the account can pay for one of each request."""
-        if step - self._last_drafts < self._pause or self._account_s is None:
+        """Return whether the last drafts were long before `step`, and the account can pay for one of each request.
+
+        With half as many requests as in the last try, drafts are cheaper, and need not have been long before.
+        """
+        pause = _FIRST_PAUSE if 2 * num_requests <= self._tried_requests else self._pause
+        if step - self._last_drafts < pause or self._account_s is None:
             return False
+        if step - self._late_step <= 2:  # the account has paid for it
+            return True
         cost_s = num_requests * self._cost.added_s(2 * num_requests, plain_s / num_requests)
         cost_s += (self._most if self._guesses_most else 1) * self._cost.guess_s(num_requests)
         return self._account_s >= min(cost_s, _ENOUGH_STEPS * plain_s)
 
-    def _begin_try(self, step: int) -> None:
+    def _begin_try(self, step: int, num_requests: int) -> None:
         """Note that `step` tries drafts, and double the time until the next try."""
-        self._last_drafts = step
+        self._last_drafts, self._tried_requests = step, num_requests
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _threshold_of(self, num_requests: int, has_prompts: bool, plain_s: float) -> float:
@@ -225,7 +256,7 @@ class DraftLengths:
 
         `num_drafts_for` will often return fewer, and now and then more.
         """
-        if self._account_s is None or self._account_s < 0:
+        if self._account_s is None or self._is_overdrawn:
             return 0
         if self._threshold >= 1:
             is_next_tried = self._step + 1 - self._last_drafts >= self._pause
@@ -238,21 +269,22 @@ class DraftLengths:
 
         None in a step whose time without guesses is to be measured.
         """
-        if self._is_measured or not request_ids:
-            return 0
-        next_step = self._step + 1
-        if self._threshold < 1:
-            num_guesses = max(self.expected(request_id, self._most) for request_id in request_ids)
-        else:
-            plain_s = self._cost.plain_s(len(request_ids))
-            if plain_s is None or not self._may_try(len(request_ids), plain_s, next_step):
-                return 0
-            self._begin_try(next_step)
-            num_guesses = 1
+        num_guesses = self._num_guesses_worth_it(request_ids)
         if not num_guesses:
             return 0
-        self._guessed_step = next_step
+        self._guessed_step = self._step + 1
+        if self._threshold >= 1:
+            self._begin_try(self._guessed_step, len(request_ids))
         return self._most if self._guesses_most else num_guesses
+
+    def _num_guesses_worth_it(self, request_ids: Sequence[str]) -> int:
+        """Return about how many guesses for each request are worth their time, or due for a try; 0: none."""
+        if self._is_measured or not request_ids:
+            return 0
+        if self._threshold < 1:
+            return max(self.expected(request_id, self._most) for request_id in request_ids)
+        plain_s = self._cost.plain_s(len(request_ids))
+        return 0 if plain_s is None else int(self._may_try(len(request_ids), plain_s, self._step + 1))
 
     def _worth(self, tried: _Tried, most: int, step: int, *, sits_out: bool = False) -> int:
         """Return the number of a request's drafts, up to `most`, that are worth their time, or are due for a try."""
@@ -283,16 +315,24 @@ class DraftLengths:
             tried.wait = _FIRST_WAIT if num_accepted else min(2 * tried.wait, _LONGEST_WAIT)
 
     def observe(
-        self, num_tokens: int, seconds: float, num_drafts: int = 0, num_accepted: int = 0, num_guesses: int = 0
+        self,
+        num_tokens: int,
+        seconds: float,
+        num_drafts: int = 0,
+        num_accepted: int = 0,
+        num_guesses: int = 0,
+        *,
+        reads_late: bool = False,
     ) -> None:
         """Note the time of a step that only decoded: `num_tokens`, its drafts included.
 
         `seconds` is the time since the step before it ended, or since it was planned, if that was later. The step also
-        made `num_guesses` for each request, for the next step: they are part of the cost of drafts.
+        made `num_guesses` for each request, for the next step: they are part of the cost of drafts. So is what a draft
+        model read of earlier steps, if it `reads_late`.
         """
         num_requests = num_tokens - num_drafts
         num_missed, self._num_missed = self._num_missed, 0
-        follows_plain, self._was_plain = self._was_plain, not num_drafts and not num_guesses
+        follows_plain, self._was_plain = self._was_plain, not (num_drafts or num_guesses or reads_late)
         if num_requests <= 0 or seconds <= 0:
             return
         if self._was_plain:
@@ -303,10 +343,12 @@ class DraftLengths:
         if self._account_s is None:
             self._account_s = LOAN_STEPS * plain_s
         lost_s = 0.0
-        if num_guesses and not num_drafts:
+        if (num_guesses or reads_late) and not num_drafts:
             lost_s = max(0.0, min(seconds, _LONGEST_GUESSES * plain_s) - plain_s)
-            self._cost.note_guesses(num_requests, num_guesses, lost_s)
+            if not reads_late:
+                self._cost.note_guesses(num_requests, num_guesses, lost_s)
         if num_drafts:
+            self._grace = max(0, self._grace - 1)
             self._in_a_row += 1
             self._num_estimated += self._cost.num_plain(num_requests) == 0
             self._last_drafts = self._step
@@ -325,55 +367,3 @@ class DraftLengths:
     def end(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._tried.pop(request_id, None)
-
-
-class Acceptance:
-    """The share of drafts that are accepted at each position, among those whose earlier drafts were all accepted.
-
-    Older drafts weigh less: a share is the mean over about 1 / (1 - `kept`) drafts and a prior with the weight of
-    `weight` drafts.
-    """
-
-    __slots__ = ("_accepted", "_checked", "_kept", "_weight")
-
-    def __init__(self, most: int, kept: float, weight: float) -> None:
-        """Create it for at most `most` drafts of one request in a step."""
-        self._checked = [0.0] * most
-        self._accepted = [0.0] * most
-        self._kept = kept
-        self._weight = weight
-
-    def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Note that the first `num_accepted` of `num_drafts` were right. Drafts after a wrong one tell nothing."""
-        kept, checked, accepted = self._kept, self._checked, self._accepted
-        for position in range(num_accepted):
-            checked[position] = kept * checked[position] + 1
-            accepted[position] = kept * accepted[position] + 1
-        if num_accepted < num_drafts:
-            checked[num_accepted] = kept * checked[num_accepted] + 1
-            accepted[num_accepted] *= kept
-
-    def shares(self, priors: Iterable[float]) -> list[float]:
-        """Return the share at each position; `priors` are the shares assumed without any draft."""
-        weight = self._weight
-        return [
-            (accepted + weight * prior) / (checked + weight)
-            for checked, accepted, prior in zip(self._checked, self._accepted, priors, strict=True)
-        ]
-
-    def shares_from(self, prior: float) -> list[float]:
-        """Return the share at each position. Each share is the prior of the next, and `prior` is that of the first."""
-        weight, shares = self._weight, []
-        for checked, accepted in zip(self._checked, self._accepted, strict=True):
-            prior = (accepted + weight * prior) / (checked + weight)
-            shares.append(prior)
-        return shares
-
-
-def chances(shares: list[float]) -> list[float]:
-    """Return, for each position, the chance that the draft there and all before it are accepted."""
-    chance, result = 1.0, []
-    for share in shares:
-        chance *= share
-        result.append(chance)
-    return result

@@ -3,11 +3,11 @@
     seconds of a step = plain(requests) + drafts * added(tokens)
 
 `plain` is the base for what speculation gains or loses, so it is measured for about each number of requests. Between
-two numbers for which it is known it is estimated, as while the requests of a batch end one after the other. On a device that works while the next step is planned, the time between the ends of two
-steps of different kinds is that of neither; so a step without drafts counts if the one before it had none either, and
-others only until there is such a one. `added` is interpolated between the sizes that were measured. Without a
-measurement, a draft is taken to cost as much as a request. Where memory bandwidth bounds a step it costs far less, as a
-first try shows.
+two numbers for which it is known it is estimated, as while the requests of a batch end one after the other. On a device
+that works while the next step is planned, the time between the ends of two steps of different kinds is that of neither;
+so a step without drafts counts if the one before it had none either, and others only until there is such a one. `added`
+is interpolated between the sizes that were measured. Without a measurement, a draft is taken to cost as much as a
+request. Where memory bandwidth bounds a step it costs far less, as a first try shows.
 
 Sizes within a fifth of each other share a measurement, so memory is bounded: 4 entries for each doubling.
 

@@ -127,15 +127,16 @@ class Harness:
         num_drafts: int = 0,
         draft_errors: float = 0.0,
         guesses_on_device: bool = False,
+        most_read: int | None = None,
         edits_on_host: bool = False,
         adapts: bool = False,
     ) -> None:
         """Create an engine over fakes; with tiers if `min_restored_tokens` is given.
 
         `fetch`: returns the KV for another engine's ticket. `num_drafts`: the most drafts of a request in a step, of
-        which a share of `draft_errors` is wrong. `guesses_on_device`: the runner makes them, at the end of a step.
-        `edits_on_host`: the runner edits logits by the positions in plans. `adapts`: requests get as many drafts as are
-        worth their time.
+        which a share of `draft_errors` is wrong. `guesses_on_device`: the runner makes them, at the end of a step; with
+        `most_read`, by a draft model that may read so many tokens of earlier steps in one. `edits_on_host`: the runner
+        edits logits by the positions in plans. `adapts`: requests get as many drafts as are worth their time.
         """
         self.config = engine_config
         self.runner = FakeRunner(engine_config, lazy=lazy)
@@ -149,7 +150,14 @@ class Harness:
         self.drafter = InformedDrafter(self._whole, 1 - draft_errors, VOCAB_SIZE)
         drafting = None
         if guesses_on_device:
-            drafting = Drafting(DeviceDrafter(), num_drafts, adapts=adapts, edits_on_host=edits_on_host, on_device=True)
+            drafting = Drafting(
+                DeviceDrafter(),
+                num_drafts,
+                adapts=adapts,
+                edits_on_host=edits_on_host,
+                on_device=True,
+                most_read=most_read,
+            )
         elif num_drafts:
             drafting = Drafting(self.drafter, num_drafts, adapts=adapts, edits_on_host=edits_on_host)
         self.core = EngineCore(

@@ -142,8 +142,9 @@ class FakeRunner:
             self._write(chunk)
         self._check_masks(plan)
         results = [self._read_and_draw(chunk) for chunk in plan.chunks]
-        for chunk in plan.chunks:
-            self._guess(self.rows[chunk.row], plan.num_guesses if chunk.samples else 0)
+        for number, chunk in enumerate(plan.chunks):
+            can_guess = chunk.samples and number >= (plan.reads_from or 0)  # a draft model has read the tokens before
+            self._guess(self.rows[chunk.row], plan.num_guesses if can_guess else 0)
         return StepResult(plan.step, results)
 
     def _guess(self, row: Row, count: int) -> None:

@@ -55,7 +55,8 @@ def simulate(
     the end of each step, and one draft for all requests takes so many seconds; with `guesses_most`, it makes `most` of
     them or none.
     """
-    draw, policy, done = random.Random(seed), DraftLengths(most, guesses_most=guesses_most), Simulated()
+    policy = DraftLengths(most, guesses_ahead=guess_s is not None, guesses_most=guesses_most)
+    draw, done = random.Random(seed), Simulated()
     places = [f"{place} 0" for place in range(num_requests)]
     guessed: dict[str, int] = {}  # drafts of the next step by request, if they are made ahead
     made: dict[str, int] = {}  # drafts that the device has made for a request

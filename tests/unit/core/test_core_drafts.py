@@ -37,6 +37,7 @@ class DraftingMachine(EngineMachine):
         num_drafts=st.integers(1, 6),
         errors=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
         on_device=st.booleans(),
+        most_read=st.sampled_from([None, 1, 9, 100]),
         edits_on_host=st.booleans(),
         adapts=st.booleans(),
         num_blocks=st.integers(4, 24),
@@ -54,6 +55,7 @@ class DraftingMachine(EngineMachine):
         num_drafts: int,
         errors: float,
         on_device: bool,
+        most_read: int | None,
         edits_on_host: bool,
         adapts: bool,
         num_blocks: int,
@@ -76,6 +78,7 @@ class DraftingMachine(EngineMachine):
             num_drafts=num_drafts,
             draft_errors=errors,
             guesses_on_device=on_device,
+            most_read=most_read,
             edits_on_host=edits_on_host,
             adapts=adapts,
         )

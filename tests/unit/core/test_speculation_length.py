@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.core.speculation import length
-from baton.engine.core.speculation.length import ALLOWANCE, MOST_IN_A_ROW, Acceptance, DraftLengths, chances
+from baton.engine.core.speculation.acceptance import Acceptance, chances
+from baton.engine.core.speculation.length import ALLOWANCE, MOST_IN_A_ROW, DraftLengths
 
 from .draft_simulation import Device, compute_bound, memory_bound, simulate
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
+from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.requests.drafting import Drafting
-from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
+from baton.engine.core.speculation.config import make_drafter
 from baton.engine.core.speculation.drafter import DeviceDrafter
 from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.startup import build
@@ -40,7 +41,8 @@ LIMITS = StepLimits(
 def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make engines that are built from now on give requests as many drafts as allowed."""
 
-    def drafting(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+    def drafting(core: EngineCoreConfig, device: str) -> Drafting | None:
+        config = core.speculation
         if config is None:
             return None
         return Drafting(

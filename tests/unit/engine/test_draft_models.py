@@ -21,7 +21,6 @@ from baton.engine.worker.backends.cpu import CpuBackend
 from baton.engine.worker.backends.cpu_shapes import CpuShapes
 from baton.engine.worker.backends.cuda import CudaBackend
 from baton.engine.worker.backends.cuda_shapes import CudaShapes
-from baton.engine.worker.backends.guesses.models import MOST_UNREAD
 
 from ...helpers.checkpoints import write_checkpoint
 from ...helpers.inline_stream import InlineStream
@@ -177,7 +176,14 @@ class _Rows:
 
         monkeypatch.setattr(draft_model, "forward", run)
 
-    def step(self, *chunks: Chunk, starts: Sequence[int] = (), num_guesses: int = 0, num_blocks: int = 5) -> int:
+    def step(
+        self,
+        *chunks: Chunk,
+        starts: Sequence[int] = (),
+        num_guesses: int = 0,
+        num_blocks: int = 5,
+        reads_from: int | None = None,
+    ) -> int:
         """Run chunks, some of them the first of a prompt of as many tokens, whose row gets so many blocks.
 
         Returns how often the draft model ran.
@@ -188,7 +194,8 @@ class _Rows:
             blocks = list(range(5 * row, 5 * row + num_blocks))
             params = SamplingParams(temperature=1.5)
             started.append(RowStart(row, str(row), [3] * prompt, [], params, 7 + row, [], [blocks] * 2))
-        self.runner.launch(StepPlan(0, [], started, list(chunks), num_guesses=num_guesses)).result()
+        plan = StepPlan(0, [], started, list(chunks), num_guesses=num_guesses, reads_from=reads_from)
+        self.runner.launch(plan).result()
         return self.num_runs - before
 
     def known(self, num_tokens: int) -> tuple[list[int], list[int]]:
@@ -260,23 +267,27 @@ def test_a_token_that_had_no_block_is_read_once_it_has_one(
 
 
 @BACKENDS
-def test_prompts_are_read_at_once_beside_decodes_which_are_not_until_they_are_many(
+def test_prompts_are_read_at_once_beside_decodes_of_which_those_are_read_that_the_plan_names(
     engines: Engines, backend: Callable[[], Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = _Rows(engines, backend(), monkeypatch)
-    rows.step(_chunk(0, 0, 6), starts=[0])
-    rows.step(_chunk(0, 6), _chunk(1, 0, 9), starts=[1])
+    rows, every = (_Rows(engines, backend(), monkeypatch) for _ in range(2))
+    for each in (rows, every):
+        each.step(_chunk(0, 0, 6), starts=[0])
+        each.step(_chunk(0, 6), _chunk(1, 0, 9), starts=[1])
     assert rows.num_read() == [6, 9]
-    for number in range(40):
-        num_runs = rows.step(_chunk(0, 7 + number), _chunk(1, 9 + number))
-        computed = rows.runner.tables.computed.tensor[0, :2]
-        num_unread = int((computed - torch.tensor(rows.num_read())).sum())
-        assert num_unread < 2 * MOST_UNREAD
-        if num_runs:
-            assert num_unread == 0
-            break
-    else:
-        pytest.fail("nothing was read")
+    for number in range(20):
+        assert rows.step(_chunk(0, 7 + number), _chunk(1, 9 + number)) == 0
+        every.step(_chunk(0, 7 + number), _chunk(1, 9 + number), num_guesses=MOST)
+    assert rows.num_read() == [6, 9]
+    assert rows.step(_chunk(0, 27), _chunk(1, 29), reads_from=1) == 1
+    assert rows.num_read() == [6, 30], "the first one waits"
+    assert rows.step(_chunk(0, 28), _chunk(1, 30), reads_from=0) == 1
+    assert rows.num_read() == [29, 31]
+    every.step(_chunk(0, 27), _chunk(1, 29))
+    every.step(_chunk(0, 28), _chunk(1, 30))
+    for each in (rows, every):
+        each.step(_chunk(0, 29), _chunk(1, 31), num_guesses=MOST)
+    assert rows.known(31) == every.known(31), "the guesses are the same"
 
 
 @pytest.mark.slow

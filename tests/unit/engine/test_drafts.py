@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
+from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.requests.drafting import Drafting
-from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
+from baton.engine.core.speculation.config import make_drafter
 from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.startup import build
@@ -43,7 +44,8 @@ def drafts(errors: float, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ..
     def whole(_: str, prompt: Sequence[int]) -> list[int]:
         return [*prompt, *answers[tuple(prompt)]]
 
-    def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+    def make(core: EngineCoreConfig, device: str) -> Drafting | None:
+        config = core.speculation
         if config is None:
             return None
         drafter = InformedDrafter(whole, 1 - errors, vocab_size=256)
@@ -143,7 +145,8 @@ def test_right_drafts_save_steps(llm: LLM, make_llm: Callable[..., LLM], drafts:
 def test_a_predicted_answer_is_accepted_by_engines_that_guess(
     llm: LLM, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+    def make(core: EngineCoreConfig, device: str) -> Drafting | None:
+        config = core.speculation
         return None if config is None else Drafting(make_drafter(config), 5, adapts=False)
 
     monkeypatch.setattr(build, "make_drafting", make)
@@ -161,7 +164,8 @@ def test_a_predicted_answer_is_accepted_by_engines_that_guess(
 def test_a_chat_takes_the_answer_that_is_expected(
     text_llm: LLM, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+    def make(core: EngineCoreConfig, device: str) -> Drafting | None:
+        config = core.speculation
         return None if config is None else Drafting(make_drafter(config), 5, adapts=False)
 
     monkeypatch.setattr(build, "make_drafting", make)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.engine import EngineCore
 from baton.engine.core.layout import draft_places
 from baton.engine.core.messages import EngineOutput, EngineRequest
@@ -322,7 +323,8 @@ def test_drafts_of_the_engines_own_drafters_change_nothing(
     args: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+    def make(core: EngineCoreConfig, device: str) -> Drafting | None:
+        config = core.speculation
         return None if config is None else Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False)
 
     monkeypatch.setattr(build, "make_drafting", make)

@@ -14,8 +14,6 @@ from ...shapes import StepShape
 from .. import Model, StepParts
 from .base import Guesser, Placed
 
-MOST_UNREAD = 32  # tokens of each sequence, on average, that a draft model leaves unread while nothing needs them
-
 
 class ReadSize(NamedTuple):
     """The tokens that a draft model reads after a step, and the most of one sequence."""
@@ -40,7 +38,7 @@ class ModelGuesser(Guesser):
 
     * before it guesses: then the token drawn last as well, which gives the first guess;
     * of prompts, since their blocks may be handed over or be prefix hits;
-    * if so many are unread (`MOST_UNREAD`) that a later step would have to wait for them.
+    * if the plan names the sequences that are read (`StepPlan.reads_from`). Guesses of others are arbitrary.
 
     The device knows how many tokens of each row are read (`RowTables.read`); the host, which does not wait for it,
     knows how many may be unread (`RowTables.unread`). Each data-parallel rank has a whole draft model, and does not
@@ -73,12 +71,12 @@ class ModelGuesser(Guesser):
 
     def _first_due(self, batch: Batch, num_guesses: int) -> int:
         """Return the first of the sequences that must be read; those of prompts are the last ones of a step."""
-        tables, rows = self._parts.tables, batch.rows
-        most = min(MOST_UNREAD * len(rows), self._parts.limits.max_num_batched_tokens)
-        if num_guesses or sum(tables.unread[row] for row in rows) >= most:
-            return 0
+        tables, rows, reads_from = self._parts.tables, batch.rows, self._parts.current.reads_from
+        if num_guesses:
+            return reads_from or 0
         reading = (i for i, start in enumerate(batch.starts) if start < tables.num_known[rows[i]])
-        return next(reading, len(rows))
+        first_prompt = next(reading, len(rows))
+        return first_prompt if reads_from is None else min(first_prompt, reads_from)
 
     def read_exactly(self, num_seqs: int) -> None:
         """Read all due tokens of the step's sequences, on a device that may be waited for."""
