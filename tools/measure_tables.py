@@ -80,7 +80,7 @@ def _in_folder(value: object, folder: Path) -> object:
 
 TABLES: dict[str, list[Comparison]] = {
     "hybrids": [
-        Comparison("gemma3-4b", 57, [46]),
+        Comparison("gemma3-4b", 63, [52]),
         Comparison("gpt-oss-20b", 56, [12], weights=True),
         Comparison("qwen3-next-8", 42, [10], weights=True, vllm=TRITON_PREFILL),
     ],
@@ -106,8 +106,8 @@ TABLES: dict[str, list[Comparison]] = {
         ),
         Comparison(
             "qwen3-8b",
-            34,
-            [10],
+            38,
+            [14],
             drafts={"method": "draft_model", "model": "{folder}/qwen3-0.6b", "num_speculative_tokens": 3},
             accepted=3.7,
         ),
