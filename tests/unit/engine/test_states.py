@@ -200,6 +200,8 @@ def test_what_does_not_serve_these_states_is_refused_by_name(folder: Path, argum
         ({"linear_key_head_dim": 24}, UnsupportedModel, "multiples of 16"),
         ({"linear_num_value_heads": 3}, InvalidModelConfig, "a multiple of linear_num_key_heads"),
         ({"layer_types": ["linear_attention"] * 4}, UnsupportedModel, "without a full_attention layer"),
+        ({"attn_output_gate": False}, UnsupportedModel, "attn_output_gate false"),
+        ({"output_gate_type": "sigmoid"}, UnsupportedModel, "output_gate_type 'sigmoid' .*only 'swish'"),
         ({"layer_types": ["linear_attention"]}, InvalidModelConfig, "names 1 layers"),
         ({"layer_types": ["sliding_attention"] * 4}, UnsupportedModel, "sliding_attention"),
         (
