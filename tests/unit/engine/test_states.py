@@ -100,9 +100,7 @@ def test_random_requests_are_answered_as_without_any_cache(folder: Path, kind: s
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("architecture", HYBRIDS)
-def test_hybrids_answer_as_without_any_cache(
-    architecture: str, kind: str, folder_of: Callable[[str], Path]
-) -> None:
+def test_hybrids_answer_as_without_any_cache(architecture: str, kind: str, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of(architecture)
     ours, expected = engine_of(folder, kind, captured=True), answers(engine_of(folder, caching=False), 1)
     assert answers(ours, 1) == expected
