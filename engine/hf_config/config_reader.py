@@ -132,6 +132,8 @@ def _computed_fields(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dic
     num_layers = shape["num_layers"]
     windows = read_layer_windows(rules.windows, keys, num_layers)
     moe = None if rules.experts is None else rules.experts(keys, num_layers)
+    if moe is not None:
+        _refuse_others("scoring_func", moe.scoring, keys, rules)
     scales = rules.scales(keys)
     _refuse_caps_that_are_not_read(keys, scales, rules)
     return {

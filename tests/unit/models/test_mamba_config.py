@@ -154,6 +154,7 @@ def test_states_are_kept_in_float32_beside_a_tail_in_the_type_of_the_model(read:
         ("nemotron_h", {"mlp_hidden_act": "silu"}, UnsupportedModel, "mlp_hidden_act 'silu'"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, UnsupportedModel, "mamba_hidden_act 'gelu'"),
         ("nemotron_h", {"moe_latent_size": 0}, InvalidModelConfig, "'moe_latent_size' must be at least 1, not 0"),
+        ("nemotron_h", {"scoring_func": "softmax"}, UnsupportedModel, "scoring_func 'softmax' .*only 'sigmoid'"),
         ("nemotron_h", {"n_shared_experts": 2}, UnsupportedModel, "n_shared_experts 2 is not supported .*only 1"),
         ("nemotron_h", {"n_group": 8}, InvalidModelConfig, "groups are rated by their two best"),
         (
