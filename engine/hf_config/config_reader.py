@@ -14,13 +14,13 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from .attention import LatentShape, read_layer_windows
+from .attention import HeadShape, LatentShape, read_layer_windows
 from .checkpoint import Checkpoint
 from .errors import InvalidModelConfig, MaxModelLenTooLong, UnsupportedArchitecture, UnsupportedModel
 from .experts import checked_experts
 from .folder import ModelFolder, read_eos_token_ids, read_generation
 from .keys import Keys
-from .model_config import DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig
+from .model_config import DTYPES, LOAD_FORMATS, ConfigRules, ModelConfig, Scales
 from .quantization import read_quantization
 from .rope import NO_ROPE, ProportionalRope, Rope, default_positions, reachable_positions
 from .rope_reader import read_query_growth, read_rope, read_ropes_by_window, read_rotary_fraction
@@ -62,9 +62,9 @@ def read_config(
     computed_in = _dtype(dtype, keys, files.checkpoint)
     max_positions = keys.integer("max_position_embeddings")
     max_model_len = _max_model_len(max_model_len, computed["rope"], max_positions)
-    for name in ("rope", "window_rope"):
+    for name, heads in (("rope", "full_heads"), ("window_rope", "window_heads")):
         if computed[name] is not None:
-            computed[name] = computed[name].at_length(max_model_len, _rotary_dim(computed))
+            computed[name] = computed[name].at_length(max_model_len, _rotary_dim(computed, computed.get(heads)))
     config = ModelConfig(
         folder=files.path,
         rules=rules,
@@ -132,6 +132,10 @@ def _computed_fields(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dic
     num_layers = shape["num_layers"]
     windows = read_layer_windows(rules.windows, keys, num_layers)
     moe = None if rules.experts is None else rules.experts(keys, num_layers)
+    if moe is not None:
+        _refuse_others("scoring_func", moe.scoring, keys, rules)
+    scales = rules.scales(keys)
+    _refuse_caps_that_are_not_read(keys, scales, rules)
     return {
         "architecture": rules.architecture,
         **shape,
@@ -142,7 +146,7 @@ def _computed_fields(folder: ModelFolder, rules: ConfigRules, keys: Keys) -> dic
         "attention_bias": keys.flag("attention_bias", False),
         "mlp_bias": keys.flag("mlp_bias", False),
         "tie_word_embeddings": keys.flag("tie_word_embeddings", False),
-        "scales": rules.scales(keys),
+        "scales": scales,
         "quantization": read_quantization(keys, folder.tensors),
         "moe": None if moe is None else checked_experts(moe, folder.tensors),
         "layer_windows": windows,
@@ -198,9 +202,12 @@ def _family_fields(
     return fields
 
 
-def _rotary_dim(computed: Mapping[str, Any]) -> int:
-    latent = computed["latent"]
-    return int(computed["head_dim"] * computed.get("rotary_fraction", 1.0) if latent is None else latent.rope_dim)
+def _rotary_dim(computed: Mapping[str, Any], heads: HeadShape | None) -> int:
+    """Return how many dimensions of a head rotate. `heads` are those of the layers in question if layers differ."""
+    if computed["latent"] is not None:
+        return int(computed["latent"].rope_dim)
+    head_dim = computed["head_dim"] if heads is None else heads.key_dim
+    return int(head_dim * computed.get("rotary_fraction", 1.0))
 
 
 def _refuse_what_no_layer_computes(keys: Keys, rules: ConfigRules) -> None:
@@ -211,16 +218,26 @@ def _refuse_what_no_layer_computes(keys: Keys, rules: ConfigRules) -> None:
             f"config.json: {rules.activation_key} {activation!r} is not supported, only {computed!r}"
         )
     for name, only in rules.only.items():
-        given = keys.values.get(name)
-        if given not in (None, only):
-            raise UnsupportedModel(
-                f"config.json: {name} {_as_given(given)} is not supported for {rules.architecture}, "
-                f"only {_as_given(only)}"
-            )
+        _refuse_others(name, only, keys, rules)
     of_images = keys.values.get("use_bidirectional_attention") == "vision"  # attention of text tokens is still causal
     if not of_images and keys.values.get("use_bidirectional_attention") not in (None, False):
         raise UnsupportedModel(
             "config.json: use_bidirectional_attention is not supported: tokens see those before them"
+        )
+
+
+def _refuse_caps_that_are_not_read(keys: Keys, scales: Scales, rules: ConfigRules) -> None:
+    for name, cap in (("attn_logit_softcapping", scales.score_cap), ("final_logit_softcapping", scales.logit_cap)):
+        if cap is None:
+            _refuse_others(name, None, keys, rules)
+
+
+def _refuse_others(name: str, only: Any, keys: Keys, rules: ConfigRules) -> None:
+    """Raise `UnsupportedModel` if the config has a key with another value than `only`, or null."""
+    given = keys.values.get(name)
+    if given not in (None, only):
+        raise UnsupportedModel(
+            f"config.json: {name} {_as_given(given)} is not supported for {rules.architecture}, only {_as_given(only)}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine import layers
-from baton.engine.hf_config.errors import InvalidModelConfig
+from baton.engine.hf_config.errors import InvalidModelConfig, UnsupportedModel
 from baton.engine.hf_config.keys import Keys
 from baton.engine.hf_config.layer_caches import caches_of_blocks
 from baton.engine.hf_config.mamba import ATTENTION, MAMBA, MLP, MambaShape, read_mamba
@@ -44,6 +44,12 @@ def read_bamba(keys: Keys, num_layers: int) -> MambaShape:
     if not isinstance(attention, list) or not all(index in range(num_layers) for index in attention):
         raise InvalidModelConfig(
             f"config.json: 'attn_layer_indices' must be a list of layers from 0 to {num_layers - 1}, not {attention!r}"
+        )
+    half = keys.integer("head_dim", max(1, keys.integer("hidden_size") // keys.integer("num_attention_heads"))) // 2
+    rotated = keys.optional_integer("attn_rotary_emb", half)
+    if rotated != half:
+        raise UnsupportedModel(
+            f"config.json: attn_rotary_emb {rotated} is not supported, only {half}, the half of a head's dimensions"
         )
     blocks = tuple((ATTENTION if index in attention else MAMBA, MLP) for index in range(num_layers))
     return read_mamba(keys, blocks)

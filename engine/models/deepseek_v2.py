@@ -55,7 +55,7 @@ FAMILY = Family(
     architecture="DeepseekV2ForCausalLM",
     layer=DeepseekV2Layer,
     cache=latents,
-    only={"norm_topk_prob": False, "scoring_func": "softmax"},
+    only={"norm_topk_prob": False},
     experts=read_experts,
     latent=read_latent,
 )

@@ -12,7 +12,7 @@ from baton.engine.hf_config.model_config import DraftRules, ModelConfig
 from . import Family
 from .deepseek_v2 import DeepseekV2Layer
 
-CHOICE_OF_EXPERTS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # the only values that `read_experts` reads
+CHOICE_OF_EXPERTS = {"topk_method": "noaux_tc"}  # the only value that `read_experts` reads
 
 
 class DeepseekV3Layer(DeepseekV2Layer):

@@ -53,7 +53,7 @@ FAMILY = Family(
         "rope_local_base_freq": 10_000.0,
     },
     windows=WindowRule(listed=True, pattern=6, own_rope=True),
-    only={"attn_logit_softcapping": None},  # transformers ignores it
+    only={"attn_logit_softcapping": None},  # transformers ignores it; `read_scales` would read it
     scales=read_scales,
     norm_offset=NORM_OFFSET,
     activation="gelu_pytorch_tanh",

@@ -110,6 +110,7 @@ FAMILY = Family(
     layer=GraniteMoeHybridLayer,
     cache=caches_of_blocks,
     defaults={"max_position_embeddings": 2048, "shared_intermediate_size": 1024},
+    only={"normalization_function": "rmsnorm"},
     mamba=read_granite,
     experts=read_experts,
     scales=read_scales,

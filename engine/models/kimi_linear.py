@@ -125,8 +125,12 @@ FAMILY = Family(
     },
     only={
         "mla_use_nope": True,
+        "mla_use_output_gate": False,
+        "moe_layer_freq": 1,
         "moe_router_activation_func": "sigmoid",
+        "routed_expert_hidden_size": None,
         "tie_word_embeddings": False,  # transformers ignores it
+        "use_grouped_topk": True,
     },
     linear=read_delta_attention,
     latent=read_latent,

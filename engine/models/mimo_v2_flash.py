@@ -113,7 +113,6 @@ FAMILY = Family(
     },
     key_names={"swa_rope_theta": "rope_local_base_freq", "layernorm_epsilon": "rms_norm_eps"},
     only={
-        "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "n_shared_experts": 0,
         "add_full_attention_sink_bias": False,

@@ -69,7 +69,7 @@ FAMILY = Family(
     attention=AttentionForm(qkv_bias=False, output_bias=False, qk_norm=QKNorm.WIDTH),
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5_000_000.0},
     key_names={"num_experts": "num_local_experts"},
-    only={"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True},
+    only={"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True},
     rotary_fraction=1.0,
     rotary_dim_key="rotary_dim",
     experts=read_experts,

@@ -135,6 +135,7 @@ FAMILY = Family(
         "residual_in_fp32": False,
         "tie_word_embeddings": False,
         "mamba_hidden_act": "silu",
+        "n_shared_experts": 1,
     },
     mamba=read_nemotron,
     num_layers=count_layers,

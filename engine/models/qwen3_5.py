@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from baton.engine import layers
 from baton.engine.hf_config.attention import AttentionForm, QKNorm, read_linear_attention
 from baton.engine.hf_config.layer_caches import keys_and_values_or_states
@@ -64,6 +67,8 @@ DRAFT_RULES = DraftRules(
 )
 
 
+GATES: Mapping[str, Any] = {"attn_output_gate": True, "output_gate_type": "swish"}  # of attention, and of delta nets
+
 FAMILY = Family(
     architecture="Qwen3_5ForCausalLM",
     multimodal={"Qwen3_5ForConditionalGeneration": "qwen3_5_text"},
@@ -71,6 +76,7 @@ FAMILY = Family(
     cache=keys_and_values_or_states,
     attention=AttentionForm(qk_norm=QKNorm.HEAD, gated=True),
     defaults={"num_key_value_heads": 4, "head_dim": 256},
+    only=GATES,
     linear=read_linear_attention,
     rotary_fraction=0.25,
     norm_offset=NORM_OFFSET,

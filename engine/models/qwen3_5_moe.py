@@ -12,7 +12,7 @@ from baton.engine.hf_config.layer_caches import keys_and_values_or_states
 from baton.engine.hf_config.model_config import ModelConfig
 
 from . import Family
-from .qwen3_5 import DRAFT_RULES, NORM_OFFSET, Qwen35Layer, draft_layers
+from .qwen3_5 import DRAFT_RULES, GATES, NORM_OFFSET, Qwen35Layer, draft_layers
 from .qwen3_moe import read_experts
 
 
@@ -43,6 +43,7 @@ FAMILY = Family(
         "moe_intermediate_size": 512,
         "norm_topk_prob": True,
     },
+    only={**GATES, "mlp_only_layers": [], "decoder_sparse_step": 1},
     linear=read_linear_attention,
     experts=read_experts_and_shared,
     rotary_fraction=0.25,

@@ -8,7 +8,7 @@ from baton.engine.hf_config.layer_caches import keys_and_values_or_states
 from baton.engine.hf_config.model_config import ModelConfig
 
 from . import Family
-from .qwen3_5 import DRAFT_RULES, NORM_OFFSET, draft_layers
+from .qwen3_5 import DRAFT_RULES, GATES, NORM_OFFSET, draft_layers
 from .qwen3_5_moe import Qwen35MoeLayer, read_experts_and_shared
 
 
@@ -38,6 +38,7 @@ FAMILY = Family(
         "moe_intermediate_size": 512,
         "norm_topk_prob": True,
     },
+    only=GATES,
     linear=read_linear_attention,
     experts=read_experts_and_shared,
     rotary_fraction=0.25,

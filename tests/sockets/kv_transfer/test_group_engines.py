@@ -28,6 +28,11 @@ CASES = {
     "heads-by-window": ("mimo_v2_flash", {"layer_types": ["full_attention", "sliding_attention"]}, (1, 2)),
     "shared": ("gemma4_text", {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}, (1, 2)),
     "states": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, (1, 2)),
+    "states-of-four": (
+        "qwen3_5_text",
+        {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+        (1, 2, 4),
+    ),
     "states-of-unequal-dims": ("olmo_hybrid", {"layer_types": ["linear_attention", "full_attention"]}, (1, 2)),
     "states-of-groups": ("falcon_h1", {"mamba_n_groups": 2}, (1, 2)),
     "states-of-shared-groups": ("falcon_h1", {"mamba_n_groups": 1}, (1, 2)),

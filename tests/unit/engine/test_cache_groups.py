@@ -31,6 +31,7 @@ pytestmark = pytest.mark.exhaustive
 CAPTURED_TOKENS = 32  # of the largest mixed step with a graph
 VARIANTS = {
     "gpt_oss": "gpt_oss",
+    "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "mistral": "mistral",  # all layers are windowed
     "mimo_v2_flash": "mimo_v2_flash",  # windowed layers have other heads, keys are wider than values

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.exhaustive
 
 VARIANTS = [
     "qwen3_5_text",
+    "qwen3_5_moe_text",
     "qwen3_next",
     "gpt_oss",
     "gemma2",
@@ -33,6 +34,7 @@ VARIANTS = [
     "falcon_h1",
     "nemotron_h",
     "granitemoehybrid",
+    "bamba",
     "mimo_v2_flash",
     "gemma4_text",
 ]

@@ -34,6 +34,16 @@ pytestmark = pytest.mark.exhaustive
 
 CAPTURED_TOKENS = 0  # of the largest mixed step with a graph
 CHECKPOINTS = 32  # tokens apart, so that short sequences have several
+HYBRIDS = [
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "kimi_linear",
+    "olmo_hybrid",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "nemotron_h",
+]
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +99,8 @@ def test_random_requests_are_answered_as_without_any_cache(folder: Path, kind: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("architecture", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
-def test_hybrids_of_mamba_answer_as_without_any_cache(
-    architecture: str, kind: str, folder_of: Callable[[str], Path]
-) -> None:
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_hybrids_answer_as_without_any_cache(architecture: str, kind: str, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of(architecture)
     ours, expected = engine_of(folder, kind, captured=True), answers(engine_of(folder, caching=False), 1)
     assert answers(ours, 1) == expected
@@ -200,6 +208,8 @@ def test_what_does_not_serve_these_states_is_refused_by_name(folder: Path, argum
         ({"linear_key_head_dim": 24}, UnsupportedModel, "multiples of 16"),
         ({"linear_num_value_heads": 3}, InvalidModelConfig, "a multiple of linear_num_key_heads"),
         ({"layer_types": ["linear_attention"] * 4}, UnsupportedModel, "without a full_attention layer"),
+        ({"attn_output_gate": False}, UnsupportedModel, "attn_output_gate false"),
+        ({"output_gate_type": "sigmoid"}, UnsupportedModel, "output_gate_type 'sigmoid' .*only 'swish'"),
         ({"layer_types": ["linear_attention"]}, InvalidModelConfig, "names 1 layers"),
         ({"layer_types": ["sliding_attention"] * 4}, UnsupportedModel, "sliding_attention"),
         (

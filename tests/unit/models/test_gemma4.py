@@ -108,6 +108,18 @@ def test_kv_heads_of_full_layers_apply_if_their_values_are_keys(read: Callable[.
     assert shared.full_heads == HeadShape(4, 512, 512, projects_values=False)
 
 
+def long_ropes(*, full: int, windowed: int) -> dict[str, Any]:
+    """Return keys of longropes with so many factors, in layers with full attention and in those with a window."""
+    numbers = {"full_attention": full, "sliding_attention": windowed}
+    factors = {kind: {"short_factor": [1.0] * count, "long_factor": [2.0] * count} for kind, count in numbers.items()}
+    return {"rope_parameters": {kind: {"rope_type": "longrope", **each} for kind, each in factors.items()}}
+
+
+def test_longropes_have_a_factor_for_each_pair_of_a_layers_own_heads(read: Callable[..., ModelConfig]) -> None:
+    config = read(**long_ropes(full=256, windowed=128))
+    assert [cos_sin_table(each, 4).shape for each in config.rotations] == [(4, 256), (4, 512)]
+
+
 def test_tables_of_angles_have_rotated_pairs_only(read: Callable[..., ModelConfig]) -> None:
     config = read()
     windowed, full = config.rotations
@@ -145,6 +157,9 @@ def test_text_is_causal_in_a_config_with_bidirectional_images(read: Callable[...
             UnsupportedModel,
             "per_layer_config of sliding_window",
         ),
+        ({"attn_logit_softcapping": 50.0}, UnsupportedModel, "attn_logit_softcapping 50.0 .* only null"),
+        (long_ropes(full=128, windowed=128), InvalidModelConfig, "longrope must have 256 factors"),
+        (long_ropes(full=256, windowed=256), InvalidModelConfig, "longrope must have 128 factors"),
         ({"global_head_dim": 511}, InvalidModelConfig, "KV heads of 511"),
     ],
 )

@@ -141,6 +141,10 @@ def test_layer_kinds_follow_transformers_without_a_key(read: Callable[..., Model
     ("changes", "error", "text"),
     [
         ({"mla_use_nope": False}, UnsupportedModel, "mla_use_nope false"),
+        ({"mla_use_output_gate": True}, UnsupportedModel, "mla_use_output_gate true"),
+        ({"moe_layer_freq": 2}, UnsupportedModel, "moe_layer_freq 2 .*only 1"),
+        ({"use_grouped_topk": False}, UnsupportedModel, "use_grouped_topk false"),
+        ({"routed_expert_hidden_size": 512}, UnsupportedModel, "routed_expert_hidden_size 512 .*only null"),
         ({"moe_router_activation_func": "softmax"}, UnsupportedModel, "moe_router_activation_func 'softmax'"),
         ({"tie_word_embeddings": True}, UnsupportedModel, "tie_word_embeddings true"),
         ({"attention_bias": True}, UnsupportedModel, "attention_bias without a q_lora_rank"),

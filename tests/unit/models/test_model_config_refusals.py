@@ -18,6 +18,8 @@ from baton.engine.hf_config.errors import (
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.models import load_config
 
+from .published_configs import QWEN3_MOE
+
 
 def test_a_max_model_len_beyond_the_models_positions_is_refused(read: Callable[..., ModelConfig]) -> None:
     assert read(given={"max_model_len": 300}).max_model_len == 300
@@ -51,6 +53,12 @@ PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.5}
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"quantization_config": "awq"}, "'quantization_config': quant_method 'awq'"),
         ({"hidden_act": "gelu"}, "gelu"),
+        ({"architectures": ["Qwen3_5MoeForCausalLM"], "mlp_only_layers": [0]}, "mlp_only_layers .0. .*only .."),
+        ({"architectures": ["Qwen3_5MoeForCausalLM"], "decoder_sparse_step": 2}, "decoder_sparse_step 2 .*only 1"),
+        ({**QWEN3_MOE, "scoring_func": "sigmoid"}, "scoring_func 'sigmoid' .*Qwen3MoeForCausalLM, only 'softmax'"),
+        ({"architectures": ["Qwen3NextForCausalLM"], "attn_output_gate": False}, "attn_output_gate false .*only true"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported for Qwen3.*only null"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported for Qwen3.*only null"),
         ({"torch_dtype": "float64"}, "float64"),
         (
             {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear_attention", "full_attention"]},

@@ -90,7 +90,20 @@ def test_a_wrong_part_of_mamba_would_show(variant: str, change: dict[str, Any], 
     assert (other - reference_logprobs(reference, tokens)).abs().max().item() > 20 * RECURRENT_TOLERANCE
 
 
-@pytest.mark.parametrize("variant", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+        "kimi_linear",
+        "olmo_hybrid",
+        "bamba",
+        "falcon_h1",
+        "granitemoehybrid",
+        "nemotron_h",
+    ],
+)
 @pytest.mark.parametrize("part", [0, 1], ids=["convolution", "state"])
 def test_a_state_lost_between_chunks_would_show(variant: str, part: int, pair: Callable[..., Pair]) -> None:
     model, reference = pair(variant)
