@@ -9,7 +9,8 @@ and over NVLink at the speed of the link.
 
 * The holder takes no part in a read: `progress` does nothing.
 * The driver keeps an allocation while another process has it mapped, even after its owner has died. So a read of a dead
-  peer succeeds; whether its bytes may be used is decided by the lease, as always. `remove_peer` frees the memory.
+  peer succeeds; whether its bytes may be used is decided by the lease, as always. `remove_peer` frees the memory, once
+  the probe has ended: a thread of its own waits for one that hangs.
 * A peer describes its memory as a part of an allocation. The driver knows how large that is, and a copy of more would
   be an illegal access, which ends our process. So a description that does not fit is refused when it is mapped.
 * A handle does not prove whose memory it opens: `CUDA_VISIBLE_DEVICES` may number devices differently on both sides.
@@ -22,6 +23,7 @@ import dataclasses
 import itertools
 import logging
 import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -86,6 +88,16 @@ class _Peer:
     state: PeerState = PeerState.CONNECTING
     bytes_per_s: float | None = None
 
+    @property
+    def is_probed(self) -> bool:
+        """True once nothing of the probe runs any more. Raises `RuntimeError` for a device's error."""
+        return self.probe_events[-1].query()
+
+    def unmap(self) -> None:
+        """Unmap its memory, which no copy may use any more."""
+        self.blocks.close()
+        self.probe.close()
+
 
 @dataclasses.dataclass(slots=True)
 class _Read:
@@ -140,6 +152,7 @@ class CudaIpcTransport:
             raise NotRegistrable("blocks in the host's memory are not shared by CUDA IPC")
         import torch
 
+        self._device = device
         self._num_bytes = region.num_bytes
         self._address = region.address
         self._uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -176,7 +189,7 @@ class CudaIpcTransport:
 
     def peer_state(self, peer: PeerHandle) -> PeerState:
         known = self._peers[peer]
-        if known.state is PeerState.CONNECTING and known.probe_events[-1].query():
+        if known.state is PeerState.CONNECTING and known.is_probed:
             self._judge_probe(known)
         return known.state
 
@@ -188,9 +201,11 @@ class CudaIpcTransport:
 
     def remove_peer(self, peer: PeerHandle) -> None:
         known = self._peers.pop(peer)
-        known.probe_events[-1].synchronize()  # waits for a few MB: memory must not be unmapped during a copy
-        known.blocks.close()
-        known.probe.close()
+        if _has_no_copies(known):
+            known.unmap()
+        else:  # memory must not be unmapped during a copy, and a peer that hangs must not hold the caller
+            name = f"baton-unmap-{known.metadata.name}"
+            threading.Thread(target=_unmap_later, args=(known, self._device), name=name, daemon=True).start()
 
     def read(self, peer: PeerHandle, ranges: Ranges) -> ReadHandle:
         known = self._peers[peer]
@@ -280,6 +295,24 @@ def check_shared(offset: int, num_bytes: int, allocation_bytes: int, content: st
         )
     if offset % ALIGNMENT:
         raise TransportError(f"its {content} begin at {offset} of their allocation, not at a multiple of {ALIGNMENT}")
+
+
+def _has_no_copies(peer: _Peer) -> bool:
+    try:
+        return peer.is_probed
+    except RuntimeError as error:
+        logger.error("the probe of %s failed: %s", peer.metadata.name, error)
+        return True  # nothing runs on this device any more
+
+
+def _unmap_later(peer: _Peer, device: int) -> None:
+    """Unmap a peer's memory when its probe has ended, however long that takes."""
+    use_device(f"cuda:{device}")
+    try:
+        peer.probe_events[-1].synchronize()
+    except RuntimeError as error:
+        logger.error("the probe of %s failed: %s", peer.metadata.name, error)
+    peer.unmap()
 
 
 def _shared(address: int, num_bytes: int) -> _Shared:
