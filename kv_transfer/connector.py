@@ -149,13 +149,19 @@ class TransferConnector(GrowingConnector):
         """Return the counters, which are at most some milliseconds old and include the last event."""
         return self._stats
 
-    def close(self) -> None:
-        """End all receives and offers, wait up to `CLOSE_TIMEOUT_S` for running reads, and deregister the memory."""
+    def close(self) -> bool:
+        """End all receives and offers, wait up to `CLOSE_TIMEOUT_S` for running reads, and deregister the memory.
+
+        Returns False if the transfer thread has not ended within `threads.CLOSE_TIMEOUT_S`, as when a library hangs.
+        It is left running then: the sockets stay open, and the memory registered.
+        """
         with self._gate:
             self._thread.end()
-        self._thread.close()
+        if not self._thread.close():
+            return False
         if self._read_socket is not None:
             self._read_socket.close()
+        return True
 
     def _enqueue(self, command: Callable[[HandoffCoordinator], None]) -> None:
         with self._gate:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from .channel import ZmqChannel
 from .errors import TransportError
 
+logger = logging.getLogger(__name__)
+
 Work = Callable[[Callable[[], None]], None]
+
+# The transfer thread waits 5 s of these for running reads (`connector.py`), then its transport deregisters the memory.
+CLOSE_TIMEOUT_S = 30.0
 
 
 class OwnerThread(threading.Thread):
@@ -24,6 +32,16 @@ class OwnerThread(threading.Thread):
         """Start the thread and wait until `work` calls `ready`. Raises its error, or `TimeoutError`."""
         self.start()
         self._ready.result(timeout_s)
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Wait for the thread's end. Returns False, and logs where it is, if it has not ended by then."""
+        self.join(timeout_s)
+        if not self.is_alive():
+            return True
+        frame = sys._current_frames().get(self.ident or 0)
+        place = "no Python code" if frame is None else "".join(traceback.format_stack(frame)).rstrip()
+        logger.error("the thread %s has not ended within %g s, it is left in:\n%s", self.name, timeout_s, place)
+        return False
 
     def run(self) -> None:
         try:
@@ -67,10 +85,16 @@ class ChannelThread(OwnerThread):
             self._closing.set()
             self._channel.wake()
 
-    def close(self) -> None:
-        """Wait for the thread's end and close the channel. A second call does nothing."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Wait for the thread's end and close the channel. Once that is done, a second call does nothing.
+
+        Returns False, and logs where the thread is, if it has not ended in time. It may still use what it has opened,
+        and the channel, which stays open.
+        """
         if not self._closed:
-            self._closed = True
             self.end()
-            self.join()
+            if not self.ends_within(timeout_s):
+                return False
+            self._closed = True
             self._channel.close()
+        return True

@@ -54,8 +54,12 @@ class KVResources:
         return GroupEndpoints(*("" if socket is None else socket.address for socket in sockets))
 
     def abandon(self) -> None:
-        """Close everything after the engine failed to start: the sockets last, since threads of the others use them."""
-        self.close()
+        """Close everything after the engine failed to start: the sockets last, since threads of the others use them.
+
+        They stay open if one of our own threads has not ended, because it may use them.
+        """
+        if not self.close():
+            return
         for socket in (self._read_socket, self._copy_socket, self._tier_socket):
             if socket is not None:
                 socket.close()
@@ -87,12 +91,14 @@ class KVResources:
         )
         return self.tiers
 
-    def close(self) -> None:
-        """Close transfers, which peers may be waiting for, then tiers, which may first save their blocks."""
-        if self.connector is not None:
-            self.connector.close()
-        if self.tiers is not None:
-            self.tiers.close()
+    def close(self) -> bool:
+        """Close transfers, which peers may be waiting for, then tiers, which may first save their blocks.
+
+        Returns False if a thread of theirs has not ended in time.
+        """
+        transfers_ended = self.connector is None or self.connector.close()
+        tiers_ended = self.tiers is None or self.tiers.close()
+        return transfers_ended and tiers_ended
 
 
 def follow_leader(

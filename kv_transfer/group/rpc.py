@@ -299,7 +299,7 @@ class MemberThread:
         return self
 
     def close(self) -> None:
-        """End the thread after its current work; a second call does nothing."""
+        """End the thread after its current work. One that has not ended in time is logged, and left running."""
         self._thread.close()
 
     def _run(self, ready: Callable[[], None]) -> None:

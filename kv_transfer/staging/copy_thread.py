@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..affinity import pin_thread
 from ..block_copies import BlockCopier, SlotPair
 from ..errors import TransferThreadDied
-from ..threads import OwnerThread
+from ..threads import CLOSE_TIMEOUT_S, OwnerThread
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,10 @@ class CopyThread:
             raise TransferThreadDied(f"copies to and from the host buffer stopped: {failure}") from failure
         return done
 
-    def close(self) -> None:
-        """End the thread after all queued copies."""
+    def close(self) -> bool:
+        """End the thread after all queued copies. Returns False if it has not ended within `CLOSE_TIMEOUT_S`."""
         self._jobs.put(None)
-        self._thread.join()
+        return self._thread.ends_within(CLOSE_TIMEOUT_S)
 
     def _run(self, ready: Callable[[], None]) -> None:
         pin_thread(self._cpu_affinity, self._device)

@@ -175,11 +175,12 @@ class HostBufferConnector(GrowingConnector):
         refusals = self._offers.num_refused + self._receives.num_refused
         return msgspec.structs.replace(self._inner.stats(), buffer_blocks=used, buffer_refusals=refusals)
 
-    def close(self) -> None:
-        self._copies.close()
-        self._inner.close()
-        if self._copy_socket is not None:
+    def close(self) -> bool:
+        """Close as `TransferConnector` does. Returns False if one of the two threads has not ended."""
+        copies_ended, transfers_ended = self._copies.close(), self._inner.close()
+        if copies_ended and self._copy_socket is not None:
             self._copy_socket.close()
+        return copies_ended and transfers_ended
 
     def _take(self, event: ConnectorEvent, own: TransferId) -> None:
         """Turn an event about slots into events about blocks."""

@@ -134,14 +134,15 @@ class TierStore(IndexedTiers):
             failures={loss.value: count for loss, count in losses.items() if count},
         )
 
-    def close(self) -> None:
-        """Finish stores, then save the host tier to the disk, for at most `SAVE_S`. No other call may follow."""
+    def close(self) -> bool:
+        """Finish stores, then save the host tier to the disk, for at most `SAVE_S`. No other call may follow.
+
+        Returns False if the tier thread has not ended within `CLOSE_TIMEOUT_S`. It is left running then.
+        """
         with self._work:
             self._closing = True
             self._work.notify()
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.warning("a copy of the KV tiers does not end: their thread is left running")
+        return self._thread.ends_within(CLOSE_TIMEOUT_S)
 
     def _enqueue(self, queue: collections.deque[_Job | _Uses], moves: list[Move], *, is_restore: bool) -> CopyId:
         job = _Job(next(self._ids), moves, is_restore)

@@ -97,10 +97,30 @@ def test_closing_wakes_the_thread_waits_for_it_and_may_be_done_twice(channel: Zm
     thread.open(10.0)
     assert thread.is_alive()
     assert is_open(channel)
-    thread.close()
-    thread.close()
+    assert thread.close()
+    assert thread.close()
     thread.end()
     assert not thread.is_alive()
+    assert not is_open(channel)
+
+
+def test_closing_ends_in_bounded_time_and_says_where_a_stuck_thread_is(
+    channel: ZmqChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = threading.Event()
+
+    def hangs_in_the_library(ready: Ready) -> None:
+        ready()
+        library.wait(20.0)
+
+    thread = ChannelThread("mine", channel, hangs_in_the_library)
+    thread.open(10.0)
+    assert not thread.close(0.05)
+    assert "the thread mine has not ended within 0.05 s" in caplog.text
+    assert "hangs_in_the_library" in caplog.text
+    assert is_open(channel), "the thread may still use it"
+    library.set()
+    assert thread.close(10.0)
     assert not is_open(channel)
 
 
