@@ -6,6 +6,9 @@ A buffer is used again `KEPT_S` after its reader asked for it, also if the reade
 The reader counts from when it sent the message, which is earlier, and does not use what it has read later than that. A
 reader that is silent for as long is forgotten. Before it asks after a pause, or after no answer, it introduces itself
 again.
+
+What waits is bounded, so a reader that asks without end takes no more memory, and only its own reads fail: it has a
+lane less, and reads over another. A reader asks for as many parts at once as it has buffers of its own, 8.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -39,11 +42,14 @@ from .staged_messages import (
 
 logger = logging.getLogger(__name__)
 
+# `Fill`s that wait for a buffer: of one reader, and of all. Each takes at most 50 KB, all of them 100 MB.
+MOST_WAITING_OF_READER: Final = 32
+MOST_WAITING: Final = 2048
+
 _Key = tuple[str, int]  # the reader's name, the number of its `Fill`
 
 
 class _Waiting(NamedTuple):
-    key: _Key
     ranges: RangeTable  # offset in our memory, 0, number of bytes
     asked_at: float
 
@@ -77,7 +83,9 @@ class StagedHolder:
         self._copies = copies
         self._clock = clock
         self._heard_at: dict[str, float] = {}  # the readers, and when each sent its last message
-        self._waiting: collections.deque[_Waiting] = collections.deque()
+        self._waiting: dict[_Key, _Waiting] = {}  # the oldest first
+        self._num_waiting: collections.Counter[str] = collections.Counter()  # of each reader
+        self._refused: set[str] = set()  # readers of whose refusal the log tells
         self._copying: list[_Copying] = []
         self._filled: dict[_Key, _Filled] = {}
 
@@ -108,7 +116,8 @@ class StagedHolder:
         for key in [key for key, filled in self._filled.items() if now - filled.asked_at >= KEPT_S]:
             self._drop(key)
         while self._waiting and self._buffers.num_free:
-            self._fill(self._waiting.popleft())
+            key = next(iter(self._waiting))
+            self._fill(key, self._take_waiting(key))
 
     @property
     def num_free(self) -> int:
@@ -131,6 +140,12 @@ class StagedHolder:
         self._heard_at[reader] = self._clock()
 
     def _queue(self, reader: str, message: Fill) -> None:
+        key = reader, message.number
+        if key in self._waiting or key in self._filled or any(copying.key == key for copying in self._copying):
+            return  # it is answered once
+        if self._num_waiting[reader] >= MOST_WAITING_OF_READER or len(self._waiting) >= MOST_WAITING:
+            self._refuse_to_wait(reader, message.number)
+            return
         asked = decode_ranges(message.ranges)
         ranges = np.insert(asked, 1, 0, axis=1)
         try:
@@ -141,9 +156,24 @@ class StagedHolder:
         if int(ranges[:, 2].sum()) > self._buffers.buffer_bytes:
             self._answer(reader, Refused(message.number, f"a buffer has {self._buffers.buffer_bytes} bytes"))
             return
-        self._waiting.append(_Waiting((reader, message.number), ranges, self._clock()))
+        self._waiting[key] = _Waiting(ranges, self._clock())
+        self._num_waiting[reader] += 1
 
-    def _fill(self, waiting: _Waiting) -> None:
+    def _refuse_to_wait(self, reader: str, number: int) -> None:
+        reason = (
+            f"{self._num_waiting[reader]} of its parts and {len(self._waiting)} of all readers wait for a buffer, "
+            f"at most {MOST_WAITING_OF_READER} and {MOST_WAITING} may"
+        )
+        if reader not in self._refused:
+            self._refused.add(reader)
+            logger.warning("%s asks for too much through pinned memory, and is refused: %s", reader, reason)
+        self._answer(reader, Refused(number, reason))
+
+    def _take_waiting(self, key: _Key) -> _Waiting:
+        self._num_waiting[key[0]] -= 1
+        return self._waiting.pop(key)
+
+    def _fill(self, key: _Key, waiting: _Waiting) -> None:
         buffer = self._buffers.take()
         rows = waiting.ranges + np.array((self._memory.address, self._buffers.address(buffer), 0))
         rows[:, 1] += starts_in_buffer(waiting.ranges[:, 2])
@@ -151,9 +181,9 @@ class StagedHolder:
             copy = self._copies.begin(rows)
         except RuntimeError as error:
             self._buffers.give_back(buffer)
-            self._answer(waiting.key[0], Refused(waiting.key[1], f"the device refuses a copy: {error}"[:1000]))
+            self._answer(key[0], Refused(key[1], f"the device refuses a copy: {error}"[:1000]))
             return
-        self._copying.append(_Copying(waiting.key, buffer, waiting.asked_at, copy))
+        self._copying.append(_Copying(key, buffer, waiting.asked_at, copy))
 
     def _settle(self, copying: _Copying) -> None:
         reader, number = copying.key
@@ -174,14 +204,15 @@ class StagedHolder:
         filled = self._filled.pop(key, None)
         if filled is not None:
             self._buffers.give_back(filled.buffer)
-        else:
-            self._waiting = collections.deque(each for each in self._waiting if each.key != key)
+        elif key in self._waiting:
+            self._take_waiting(key)
 
     def _forget(self, reader: str) -> None:
         del self._heard_at[reader]
-        self._waiting = collections.deque(each for each in self._waiting if each.key[0] != reader)
-        for key in [key for key in self._filled if key[0] == reader]:
+        for key in [key for key in (*self._waiting, *self._filled) if key[0] == reader]:
             self._drop(key)
+        del self._num_waiting[reader]
+        self._refused.discard(reader)
         self._network.remove_agent(reader)
 
     def _answer(self, reader: str, message: ToReader) -> None:
