@@ -12,12 +12,16 @@ those of 1000 tokens fill windows, those of 100 000 fill full layers. A group's 
 would hold if all sequences had the same length, the one for which it needs most, and as many ran as fit. Each group
 gets memory in proportion to its maximum. Then for any length, the number of sequences that run at once is at least that
 of the best division for this length, times memory / sum of all maxima.
+
+Memory that full load does not need caches prefixes of requests that have ended. It is divided in the same way, as if
+more sequences ran.
 """
 
 from __future__ import annotations
 
 import abc
 import math
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -166,10 +170,13 @@ def least_bytes(caches: CacheLayout, num_tokens: int) -> int:
     return sum(needs.least(num_tokens) * needs.block_bytes for needs in map(needs_of, caches.groups))
 
 
-def divide_memory(caches: CacheLayout, num_bytes: int, max_num_seqs: int, max_model_len: int) -> Sequence[int]:
-    """Return the blocks of each group's arena: as many as fit into `num_bytes` together, at most those of full load.
+def divide_memory(
+    caches: CacheLayout, num_bytes: int, max_num_seqs: int, max_model_len: int, cache_blocks: int = 0
+) -> Sequence[int]:
+    """Return the blocks of each group's arena: as many as fit into `num_bytes` together.
 
-    If the memory cannot hold one sequence of `max_model_len`, all arenas hold the same shorter one.
+    An arena has at most the blocks of full load, or `cache_blocks` if that is more. If the memory cannot hold one
+    sequence of `max_model_len`, all arenas hold the same shorter one.
     """
     groups = [needs_of(group) for group in caches.groups]
     left = num_bytes - least_bytes(caches, max_model_len)
@@ -178,11 +185,14 @@ def divide_memory(caches: CacheLayout, num_bytes: int, max_num_seqs: int, max_mo
         shorter = for_tokens // sum(needs.block_bytes for needs in groups if isinstance(needs, BlockNeeds))
         return [needs.least(shorter * BLOCK_SIZE) for needs in groups]
     least = [needs.least(max_model_len) for needs in groups]
-    full = [
-        (needs.at_full_load(max_num_seqs, max_model_len) - fewest) * needs.block_bytes
-        for needs, fewest in zip(groups, least, strict=True)
-    ]
-    shares = _divide(left, full, _most_bytes(groups, left, max_num_seqs, max_model_len))
+    loads = [needs.at_full_load(max_num_seqs, max_model_len) for needs in groups]
+    limits = [(load - fewest) * needs.block_bytes for needs, load, fewest in zip(groups, loads, least, strict=True)]
+    shares = _divide(left, limits, _most_bytes(groups, left, max_num_seqs, max_model_len))
+    spare = left - sum(shares)
+    if shares == limits and cache_blocks:
+        spares = [max(0, cache_blocks - load) * needs.block_bytes for needs, load in zip(groups, loads, strict=True)]
+        more = _divide(spare, spares, _most_bytes(groups, spare, sys.maxsize, max_model_len))
+        shares = [share + other for share, other in zip(shares, more, strict=True)]
     return [fewest + share // needs.block_bytes for needs, fewest, share in zip(groups, least, shares, strict=True)]
 
 

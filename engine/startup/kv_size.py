@@ -20,6 +20,9 @@ from .memory import CpuMemory, GpuMemory, usable_gpu_bytes
 _SHARE_OF_FREE_MEMORY = 0.25
 _MOST_BYTES = 4 << 30
 ENOUGH_FREE_BYTES = int(_MOST_BYTES / _SHARE_OF_FREE_MEMORY)  # with more free memory, a CPU engine gets no more blocks
+# Blocks of an arena that may cache prefixes beyond full load: 4.2 million tokens. For each of them an engine keeps 180
+# bytes in the host's memory, 46 MB for all, laid out within 20 ms; a gateway keeps 70 (`cluster/cached_blocks.py`).
+MOST_CACHE_BLOCKS = 1 << 18
 _GB = 1e9
 
 
@@ -57,8 +60,10 @@ def size_kv_cache(
         default of a CPU          what fits into min(free memory / 4, 4 GiB) / ranks on the machine - inputs of drafts
         default of a GPU          what fits into gpu_memory_utilization x total - memory in use - memory of steps
 
-    but no more than `max_num_seqs` sequences of full length could fill (`arenas.py`, which also divides the memory
-    between groups). If `max_model_len` is not given, too few blocks reduce the longest sequence.
+    `arenas.py` divides the memory between groups. An arena has no more blocks than `max_num_seqs` sequences of full
+    length could fill, or `MOST_CACHE_BLOCKS` if that is more: the others cache prefixes. By default on a CPU, and
+    without prefix caching, there are none of these others. If `max_model_len` is not given, too few blocks reduce the
+    longest sequence.
 
     `caches` is the rank's part. Raises `InvalidEngineConfig` if the blocks cannot hold one sequence of the
     `max_model_len` that was given, or none of any length.
@@ -70,7 +75,8 @@ def size_kv_cache(
         enough, fewest = (f"{least_blocks(caches, length)} blocks" for length in (context_len, 1))
     else:
         budget = kv_budget(config, memory)
-        blocks = divide_memory(caches, budget.num_bytes, max_num_seqs, context_len)
+        cache_blocks = _most_cache_blocks(config, memory)
+        blocks = divide_memory(caches, budget.num_bytes, max_num_seqs, context_len, cache_blocks)
         setting, given = budget.setting, f"{budget.num_bytes} bytes"
         enough, fewest = (f"{least_bytes(caches, length)} bytes" for length in (context_len, 1))
     fitting = min(longest_sequence(caches, blocks), context_len)
@@ -100,6 +106,12 @@ def kv_budget(config: EngineConfig, memory: CpuMemory | GpuMemory) -> KVBudget:
         return KVBudget(max(0, of_machine // memory.num_local - memory.draft_bytes), "kv_cache_memory_bytes")
     left = usable_gpu_bytes(config, memory.total_bytes) - memory.used_bytes - memory.step_bytes
     return KVBudget(max(0, left), "gpu_memory_utilization")
+
+
+def _most_cache_blocks(config: EngineConfig, memory: CpuMemory | GpuMemory) -> int:
+    """Return up to how many blocks of an arena may cache prefixes beyond full load."""
+    is_given = isinstance(memory, GpuMemory) or config.kv_cache_memory_bytes is not None
+    return MOST_CACHE_BLOCKS if is_given and config.enable_prefix_caching else 0
 
 
 def _no_room(setting: str, memory: GpuMemory) -> InvalidEngineConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -16,8 +18,8 @@ from baton.engine.startup.arenas import (
     longest_sequence,
     needs_of,
 )
-from baton.engine.startup.kv_size import KVSize, size_kv_cache
-from baton.engine.startup.memory import CpuMemory
+from baton.engine.startup.kv_size import ENOUGH_FREE_BYTES, MOST_CACHE_BLOCKS, KVSize, size_kv_cache
+from baton.engine.startup.memory import CpuMemory, GpuMemory
 
 FULL = LayerCache(kind=CacheKind.FULL, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 WINDOW = msgspec.structs.replace(FULL, kind=CacheKind.WINDOW, window=128)
@@ -33,22 +35,24 @@ def num_bytes(caches: CacheLayout, blocks: list[int]) -> int:
     return sum(count * group.blocks.block_bytes for count, group in zip(blocks, caches.groups, strict=True))
 
 
-@given(st.integers(0, 10**11), st.integers(1, 300), st.integers(1, 200_000))
-def test_one_group_gets_all_blocks_that_fit_or_that_requests_could_fill(
-    memory: int, max_num_seqs: int, max_model_len: int
+@given(st.integers(0, 10**11), st.integers(1, 300), st.integers(1, 200_000), st.integers(0, 10**6))
+def test_one_group_gets_all_blocks_that_fit_or_that_requests_or_prefixes_may_fill(
+    memory: int, max_num_seqs: int, max_model_len: int, cache_blocks: int
 ) -> None:
     caches = layout(FULL, FULL)
-    most = max_num_seqs * -(-max_model_len // BLOCK_SIZE)
-    (count,) = divide_memory(caches, memory, max_num_seqs, max_model_len)
+    most = max(max_num_seqs * -(-max_model_len // BLOCK_SIZE), cache_blocks)
+    (count,) = divide_memory(caches, memory, max_num_seqs, max_model_len, cache_blocks)
     assert count == min(most, memory // caches.only.blocks.block_bytes)
 
 
-@given(st.integers(0, 10**11), st.integers(1, 300), st.integers(1, 200_000), st.integers(1, 5000))
+@given(
+    st.integers(0, 10**11), st.integers(1, 300), st.integers(1, 200_000), st.integers(1, 5000), st.integers(0, 10**5)
+)
 def test_arenas_never_exceed_the_memory_and_hold_one_whole_sequence_where_that_fits(
-    memory: int, max_num_seqs: int, max_model_len: int, window: int
+    memory: int, max_num_seqs: int, max_model_len: int, window: int, cache_blocks: int
 ) -> None:
     caches = layout(FULL, msgspec.structs.replace(WINDOW, window=window), FULL)
-    counts = list(divide_memory(caches, memory, max_num_seqs, max_model_len))
+    counts = list(divide_memory(caches, memory, max_num_seqs, max_model_len, cache_blocks))
     whole = -(-max_model_len // BLOCK_SIZE)
     assert num_bytes(caches, counts) <= memory
     if num_bytes(caches, [whole, whole]) <= memory:
@@ -97,6 +101,49 @@ def test_a_group_that_holds_all_of_full_load_leaves_the_rest_to_others() -> None
     counts = list(divide_memory(caches, nearly, 16, 32_768))
     assert counts[1] == windowed
     assert counts[0] == pytest.approx(full - 100, abs=1)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [[FULL], [FULL, WINDOW], [FULL, STATE, STATE, STATE], [FULL, STATE, WINDOW]],
+    ids=["full", "windows", "states", "all kinds"],
+)
+def test_memory_that_full_load_does_not_need_keeps_more_sequences_of_any_length(
+    layers: list[LayerCache | LayerState],
+) -> None:
+    """With 4 sequences a GPU cached no more than what these had, and left the rest of its memory free."""
+    caches, memory = layout(*layers), 100 << 30
+    loaded, counts = (list(divide_memory(caches, memory, 4, 8192, most)) for most in (0, MOST_CACHE_BLOCKS))
+    assert num_bytes(caches, loaded) < 0.1 * memory
+    assert num_bytes(caches, counts) > 0.999 * memory or counts == [MOST_CACHE_BLOCKS] * len(counts)
+    for length in (500, 2000, 8192):
+        kept = [needs_of(group).while_running(length) for group in caches.groups]
+        fitting = memory // num_bytes(caches, kept)
+        assert min(count // each for count, each in zip(counts, kept, strict=True)) >= min(0.25 * fitting, 512), length
+
+
+def size_of(memory: CpuMemory | GpuMemory, **args: Any) -> KVSize:
+    return size_kv_cache(
+        EngineConfig(model="m", **args), memory, layout(FULL), max_num_seqs=4, context_len=args["max_model_len"]
+    )
+
+
+def test_an_engine_that_is_given_memory_caches_prefixes_in_all_of_it_up_to_a_bound() -> None:
+    gpu = GpuMemory(total_bytes=100 << 30, used_bytes=4 << 30, step_bytes=1 << 30)
+    block_bytes = layout(FULL).only.blocks.block_bytes
+    assert MOST_CACHE_BLOCKS * block_bytes < 85 << 30
+    assert size_of(gpu, max_model_len=8192).blocks_by_group == [MOST_CACHE_BLOCKS]
+    assert size_of(gpu, max_model_len=8192, gpu_memory_utilization=0.1).blocks_by_group == [(5 << 30) // block_bytes]
+    cpu = CpuMemory(free_bytes=ENOUGH_FREE_BYTES)
+    assert size_of(cpu, max_model_len=8192, kv_cache_memory_bytes=1 << 30).blocks_by_group == [(1 << 30) // block_bytes]
+
+
+def test_more_than_full_load_is_taken_for_prefixes_only_and_not_unasked_on_a_cpu() -> None:
+    gpu = GpuMemory(total_bytes=100 << 30, used_bytes=4 << 30, step_bytes=1 << 30)
+    full_load = [4 * 8192 // BLOCK_SIZE]
+    assert size_of(gpu, max_model_len=8192, enable_prefix_caching=False).blocks_by_group == full_load
+    assert size_of(CpuMemory(free_bytes=ENOUGH_FREE_BYTES), max_model_len=8192).blocks_by_group == full_load
+    assert size_of(gpu, max_model_len=32 << 20).blocks_by_group[0] > MOST_CACHE_BLOCKS, "full load comes first"
 
 
 def test_requests_of_a_size_that_fit_at_once() -> None:

@@ -229,6 +229,16 @@ def test_num_cached_tokens_counts_the_prompt_found_in_the_cache(make_llm: Callab
     assert found == [0, 48, 0, 48]
 
 
+def test_an_engine_of_one_row_keeps_the_prompts_of_many_requests_in_the_memory_that_it_is_given(
+    make_llm: Callable[..., LLM],
+) -> None:
+    llm = make_llm(max_num_seqs=1, max_model_len=64, kv_cache_memory_bytes=4 << 20)
+    prompts = [{"prompt_token_ids": list(range(first, first + 50))} for first in range(3, 13)]
+    for found in (0, 48):
+        results = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [result.num_cached_tokens for result in results] == [found] * len(prompts)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

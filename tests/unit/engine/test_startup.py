@@ -92,8 +92,11 @@ def test_blocks_come_from_the_bytes_given(build: Any) -> None:
     assert build(kv_cache_memory_bytes=50 * BLOCK_BYTES + 1, max_model_len=160).core.config.num_blocks == 50
 
 
-def test_there_are_never_more_blocks_than_the_rows_could_fill(build: Any) -> None:
-    assert build(max_num_seqs=3, max_model_len=100, kv_cache_memory_bytes=1 << 30).core.config.num_blocks == 3 * 7
+def test_blocks_that_no_row_could_fill_cache_prefixes_unless_there_are_none(build: Any) -> None:
+    few: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 100, "kv_cache_memory_bytes": 100 * BLOCK_BYTES}
+    assert build(**few).core.config.num_blocks == 100
+    assert build(**few, enable_prefix_caching=False).core.config.num_blocks == 3 * 7
+    assert build(max_num_seqs=3, max_model_len=100).core.config.num_blocks == 3 * 7, "nobody gave it more memory"
 
 
 def test_a_share_of_free_memory_serves_where_nobody_says(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:

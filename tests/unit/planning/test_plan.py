@@ -22,6 +22,7 @@ from baton.engine.core.kv.block_numbers import BlockNumbers
 from baton.engine.core.kv.cache_groups import make_groups
 from baton.engine.core.layout import CacheKind, CacheLayout, LayerCache, LayerState, StatePart
 from baton.engine.models import load_config
+from baton.engine.startup.kv_size import MOST_CACHE_BLOCKS
 
 from ...helpers.baton_command import run_baton
 from ...helpers.checkpoints import write_checkpoint
@@ -364,8 +365,9 @@ def test_ray_accepts_the_cluster_files(file: Path) -> None:
 def test_layers_with_a_window_have_an_arena_of_their_own_also_with_tiers(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "gpt_oss", "gpt_oss", sliding_window=24, max_position_embeddings=4096)
 
-    def arenas_of(fleets: dict[str, Any], role: str) -> list[tuple[str, int]]:
-        spec = load_spec({"model": str(model), "fleets": fleets, "engine": {"max_num_seqs": 16}})
+    def arenas_of(fleets: dict[str, Any], role: str, device: str = "cpu") -> list[tuple[str, int]]:
+        engine = {"max_num_seqs": 16, "device": device}
+        spec = load_spec({"model": str(model), "fleets": fleets, "engine": engine})
         plan = make_plan(spec, ONE_NODE, Traffic())
         assert plan.refusals == []
         (fleet,) = (fleet for fleet in plan.fleets if fleet.role == role)
@@ -373,6 +375,8 @@ def test_layers_with_a_window_have_an_arena_of_their_own_also_with_tiers(tmp_pat
 
     apart = [("full", 16 * 256), ("window", 256 + 15 * 4)]
     assert arenas_of({"unified": {}}, "unified") == apart
+    most = [("full", MOST_CACHE_BLOCKS), ("window", MOST_CACHE_BLOCKS)]
+    assert arenas_of({"unified": {}}, "unified", "cuda") == most, "a tiny model has no millions of blocks"
     both = {"prefill": {}, "decode": {}}
     assert arenas_of(both, "prefill") == arenas_of(both, "decode") == apart
     tiers = {"kv_tiers": {"host_bytes": 10**9}}

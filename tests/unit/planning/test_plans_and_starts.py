@@ -80,6 +80,7 @@ def size_at_start(model: str, engine: dict[str, Any]) -> KVSize:
         {"tensor_parallel_size": 2},
         {"max_model_len": 512, "max_num_seqs": 7},
         {"kv_cache_memory_bytes": GB},
+        {"kv_cache_memory_bytes": GB, "max_model_len": 512, "max_num_seqs": 2},
         {"num_gpu_blocks_override": 100},
         {"num_gpu_blocks_override": 100, "kv_cache_memory_bytes": GB},
         {**DRAFTS, "max_num_seqs": 200},
@@ -121,10 +122,13 @@ def test_ranks_on_one_machine_share_the_memory_for_blocks_in_plans() -> None:
     assert apart.kv_bytes == pytest.approx(one.kv_bytes, rel=0.01), "each rank is on a node of its own"
 
 
+@pytest.mark.parametrize("few", [{}, {"max_num_seqs": 4, "max_model_len": 4096}], ids=str)
 @pytest.mark.parametrize("share", [0.9, 0.8])
-def test_blocks_on_a_gpu_get_what_a_start_would_give_them_beside_the_same_steps(share: float) -> None:
+def test_blocks_on_a_gpu_get_what_a_start_would_give_them_beside_the_same_steps(
+    share: float, few: dict[str, Any]
+) -> None:
     model, machines = str(CONFIGS / "models/qwen3-32b"), Machines(1, 140 * GB)
-    engine = {"gpu_memory_utilization": share}
+    engine = {"gpu_memory_utilization": share, **few}
     fleet = fleet_of(plan_of(model, engine, machines))
     driver = 2 << 30
     measured = GpuMemory(total_bytes=140 * GB, used_bytes=fleet.weight_bytes + driver, step_bytes=fleet.step_bytes)
