@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from baton.cluster.spec import load_spec
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.engine.net.curve import ClusterKey
+from baton.engine.net.sockets import split_endpoint
 from baton.kv_transfer.group.read_member import join_tp_read_group
 from baton.kv_transfer.group.rpc import GroupRank
 from baton.kv_transfer.settings import LocalEngine
+from baton.kv_transfer.threads import OwnerThread
 from baton.kv_transfer.tiers.disk_files import TierRefused
 
 pytestmark = pytest.mark.timeout(60)
@@ -55,6 +58,34 @@ def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_pat
         with pytest.raises(TierRefused, match=r"kv_tiers\.disk_path: .*a file"):
             resources.open_tiers(CacheRegion.of(own))
         resources.abandon()
+    finally:
+        member.close()
+    assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_sockets_stay_open_while_a_thread_that_hangs_may_use_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    engine = {"tensor_parallel_size": 2}
+    spec = load_spec({"model": str(tmp_path), "engine": engine, "fleets": {"prefill": {}, "decode": {}}})
+    launch = EngineLaunch(spec, Role.PREFILL, "prefill-0", "app", ClusterKey.generate())
+    resources = KVResources(launch, LocalEngine("prefill-0", 1, "127.0.0.1", launch.key))
+    endpoints = resources.open_sockets()
+    (own, _own_memory), (other, _other_memory) = share(0), share(1)
+    member = join_tp_read_group(
+        CacheRegion.of(other), GroupRank(1, 2, launch.key), leader=endpoints.reads, engine_id="prefill-0"
+    )
+    try:
+        resources.connect(CacheRegion.of(own))
+        with monkeypatch.context() as hanging:
+            hanging.setattr(OwnerThread, "ends_within", lambda thread, timeout_s: False)
+            assert not resources.close()
+            resources.abandon()
+            socket.create_connection(split_endpoint(endpoints.reads.removeprefix("tcp://"))).close()
+        assert resources.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(split_endpoint(endpoints.reads.removeprefix("tcp://")))
     finally:
         member.close()
     assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
