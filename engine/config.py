@@ -74,6 +74,8 @@ class EngineArguments(StrictModel):
     max_num_seqs: int | None = Field(None, ge=1, le=MOST_SEQS)
     max_num_batched_tokens: int | None = Field(None, ge=1, le=MOST_STEP_TOKENS)
     gpu_memory_utilization: float = Field(_DEFAULT_GPU_MEMORY_UTILIZATION, gt=0, le=1)  # of the GPU, by all processes
+    # Of a GPU that several engines share: this one takes `gpu_memory_utilization` of its share, whatever others take.
+    gpu_share: float = Field(1.0, gt=0, le=1)
     kv_cache_memory_bytes: int | None = Field(None, ge=1, le=MOST_BYTES)
     num_gpu_blocks_override: int | None = Field(None, ge=1, le=10**8)
     block_size: int = BLOCK_SIZE
@@ -220,15 +222,15 @@ class EngineConfig(EngineArguments):
         reasons, sized_by = {}, self.kv_size_setting
         if self.kv_cache_memory_bytes is not None and sized_by != "kv_cache_memory_bytes":
             reasons["kv_cache_memory_bytes"] = f"{sized_by} gives the number of KV blocks"
-        has_share = self.gpu_memory_utilization != _DEFAULT_GPU_MEMORY_UTILIZATION
+        defaults = {"gpu_memory_utilization": _DEFAULT_GPU_MEMORY_UTILIZATION, "gpu_share": 1.0}
+        shares = [name for name, default in defaults.items() if getattr(self, name) != default]
         if device == "cuda":
             if self.num_threads is not None:
                 reasons["num_threads"] = "it is for engines on a CPU"
-            if has_share and sized_by is not None:
-                reasons["gpu_memory_utilization"] = f"the KV cache is sized by {sized_by}"
+            if sized_by is not None:
+                reasons |= dict.fromkeys(shares, f"the KV cache is sized by {sized_by}")
             return reasons
-        if has_share:
-            reasons["gpu_memory_utilization"] = "a CPU engine's KV cache is sized by kv_cache_memory_bytes"
+        reasons |= dict.fromkeys(shares, "a CPU engine's KV cache is sized by kv_cache_memory_bytes")
         if self.disable_custom_all_reduce:
             reasons["disable_custom_all_reduce"] = "it is for engines on GPUs"
         return reasons

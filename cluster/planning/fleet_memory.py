@@ -20,15 +20,13 @@ from baton.engine.core.layout import DTYPE_BYTES, GroupLayout
 from baton.engine.hf_config.model_config import ModelConfig
 from baton.engine.startup.arenas import draft_bytes, engine_caches, needs_of
 from baton.engine.startup.kv_size import ENOUGH_FREE_BYTES, check_blocks_fit, size_kv_cache
-from baton.engine.startup.memory import CpuMemory, GpuMemory, usable_gpu_bytes
+from baton.engine.startup.memory import DRIVER_BYTES, CpuMemory, GpuMemory, usable_gpu_bytes
 from baton.engine.startup.step_sizes import StepSizes, step_sizes
 from baton.engine.startup.weight_counts import check_weights_fit, weight_bytes_of_rank
 from baton.kv_transfer.tiers.division import divide_bytes, fewest_bytes
 
 from .model_checks import read_model
 from .placement import Machines
-
-DRIVER_BYTES = 2 << 30  # of a GPU's memory, for its context, captured steps and libraries; measured on an H200
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,12 @@ class FleetPlan:
         """The bytes of each arena, and of one block in each."""
         block_bytes = [arena.group.blocks.block_bytes for arena in self.arenas]
         return [arena.num_bytes for arena in self.arenas], block_bytes
+
+    @property
+    def gpu_bytes(self) -> int:
+        """The bytes of a GPU that one rank takes."""
+        on_gpu = self.device == "cuda"
+        return DRIVER_BYTES + self.weight_bytes + self.step_bytes + self.kv_bytes if on_gpu else 0
 
     @property
     def host_bytes(self) -> int:

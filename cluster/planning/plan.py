@@ -16,8 +16,9 @@ from baton.engine.config import InvalidEngineConfig
 from baton.engine.hf_config.errors import ModelError
 from baton.engine.startup.arenas import engine_caches
 from baton.engine.startup.kv_size import ENOUGH_FREE_BYTES
+from baton.engine.startup.memory import DRIVER_BYTES
 
-from .fleet_memory import DRIVER_BYTES, FleetPlan, Traffic, plan_fleet
+from .fleet_memory import FleetPlan, Traffic, plan_fleet
 from .model_checks import read_model
 from .placement import Machines, RankPlan, find_too_large_for_a_node, place_ranks
 from .sizing import (
@@ -78,6 +79,7 @@ def make_plan(spec: FleetSpec, machines: Machines, traffic: Traffic) -> Plan:
     plan.refusals += _too_small_tiers(plan)
     plan.hosts = _hosts(plan)
     plan.refusals += find_overcommitted(plan.hosts, machines.memory_bytes, machines.disk_bytes)
+    plan.refusals += _overcommitted_gpus(plan)
     plan.bandwidth = _bandwidth(plan)
     plan.assumptions += _assumptions(plan)
     _note_shorter_sequences(plan)
@@ -103,6 +105,18 @@ def _hosts(plan: Plan) -> list[HostNeeds]:
     in_memory = {fleet.role: fleet.host_bytes for fleet in plan.fleets}
     needs = {role: needs_of_worker(plan.spec, role, in_memory.get(role, 0)) for role in plan.spec.fleets.present}
     return needs_of_nodes([(rank.node, needs[rank.role]) for rank in plan.ranks])
+
+
+def _overcommitted_gpus(plan: Plan) -> Iterator[str]:
+    taken = {fleet.role: fleet.gpu_bytes for fleet in plan.fleets}
+    total = plan.machines.gpus_per_node * plan.machines.gpu_memory_bytes
+    for node in range(plan.num_nodes):
+        num_bytes = sum(taken.get(rank.role, 0) for rank in plan.ranks if rank.node == node)
+        if num_bytes > total:
+            yield (
+                f"node {node}: its engines take {num_bytes / GB:.1f} GB of its GPUs' {total / GB:.1f}: give those that "
+                "share a GPU less KV memory"
+            )
 
 
 def _bandwidth(plan: Plan) -> Bandwidth | None:
@@ -163,8 +177,8 @@ def _note_shared_gpus(plan: Plan) -> None:
     shares = {fleet.role: reservations.gpus_of(fleet.role) for fleet in plan.fleets}
     if any(fleet.device == "cuda" and 0 < shares[fleet.role] < 1 for fleet in plan.fleets):
         plan.notes.append(
-            "engines that share a GPU take turns in using all of it, so prompts are read half as fast while answers "
-            "are written: start nvidia-cuda-mps-control -d before Ray, and they run at the same time"
+            "engines that share a GPU take turns in using all of it, so answers are written more slowly while prompts "
+            "are read: start nvidia-cuda-mps-control -d before Ray, and they run at the same time"
         )
 
 

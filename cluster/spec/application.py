@@ -29,6 +29,7 @@ from baton.kv_transfer.settings import TransferSettings
 
 from .parts import MAX_PORT, AutoscalingSpec, EngineSpec, Fleets, GatewaySpec
 
+MEMORY_ARGUMENTS = ("gpu_share", "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override")
 MODEL_ARGUMENTS = {"model", "revision", "download_dir"}  # top-level settings that are also arguments of each engine
 
 # These determine the layout and content of KV blocks: engines that differ in one could not hand over to each other.
@@ -208,10 +209,13 @@ class FleetSpec(StrictModel):
 
     def engine_config(self, role: Role) -> EngineConfig:
         """Return the arguments of one engine of this role. Raises `ValueError` that names the invalid argument."""
-        given = self.engine.model_dump(exclude_unset=True)
-        own = self.fleets.present[role].engine.model_dump(exclude_unset=True)
+        fleet = self.fleets.present[role]
+        arguments = self.engine.model_dump(exclude_unset=True) | fleet.engine.model_dump(exclude_unset=True)
+        is_sized = arguments.get("device") == "cpu" or any(arguments.get(name) is not None for name in MEMORY_ARGUMENTS)
+        if fleet.num_gpus is not None and 0 < fleet.num_gpus < 1 and not is_sized:
+            arguments["gpu_share"] = fleet.num_gpus
         try:
-            return EngineConfig.from_args({**given, **own, **self.model_dump(include=MODEL_ARGUMENTS)})
+            return EngineConfig.from_args(arguments | self.model_dump(include=MODEL_ARGUMENTS))
         except InvalidEngineConfig as error:
             whose = "" if error.field in MODEL_ARGUMENTS else f"engine arguments of {role}: "
             raise ValueError(f"{whose}{error}") from None

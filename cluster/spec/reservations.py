@@ -61,8 +61,7 @@ class Reservations:
         return (
             f"{pluralize(needed, 'GPU')} to reserve for {pluralize(sum(ranks.values()), 'rank')}, the cluster has "
             f"{self._cluster_gpus:g}: give fewer replicas, smaller groups (tensor_parallel_size, data_parallel_size), "
-            "let engines share a GPU (fleets.*.num_gpus: 0.5, and as much less gpu_memory_utilization), or run them on "
-            "CPUs (engine.device: cpu)"
+            "let engines share a GPU (fleets.*.num_gpus: 0.5), or run them on CPUs (engine.device: cpu)"
         )
 
     def missing_markers(self, total: Mapping[str, float]) -> str:

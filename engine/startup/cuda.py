@@ -30,7 +30,7 @@ from ..worker.shapes import StepLimits
 from ..worker.warmup import ProfileRun, StepMemory, peak_bytes, warm_up_collectives
 from .device import RankContext, load_models, step_limits, stub_draft_model
 from .kv_cache import allocate_arenas
-from .memory import GpuMemory
+from .memory import DRIVER_BYTES, GpuMemory
 from .phases import Phases
 from .step_sizes import StepSizes
 
@@ -102,7 +102,10 @@ class CudaStartup:
             steps = self._profile(model, self._draft_model, context.groups)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(context.device)
-        return GpuMemory(total_bytes=total, used_bytes=total - free, step_bytes=steps.num_bytes)
+        used, others = total - free, 0
+        if context.config.gpu_share < 1:
+            others = max(0, used - torch.cuda.memory_reserved(context.device) - DRIVER_BYTES)
+        return GpuMemory(total_bytes=total, used_bytes=used, step_bytes=steps.num_bytes, others_bytes=others)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return zeros: a block that was never written may be read beside one that was, so it must not hold NaN."""

@@ -58,7 +58,8 @@ def size_kv_cache(
         num_gpu_blocks_override   so many of each group that keeps all tokens
         kv_cache_memory_bytes     what fits into them
         default of a CPU          what fits into min(free memory / 4, 4 GiB) / ranks on the machine - inputs of drafts
-        default of a GPU          what fits into gpu_memory_utilization x total - memory in use - memory of steps
+        default of a GPU          what fits into gpu_memory_utilization x total - memory in use - memory of steps;
+                                  with gpu_share, of that share and of what this engine has in use
 
     `arenas.py` divides the memory between groups. An arena has no more blocks than `max_num_seqs` sequences of full
     length could fill, or `MOST_CACHE_BLOCKS` if that is more: the others cache prefixes. By default on a CPU, and
@@ -83,7 +84,7 @@ def size_kv_cache(
     if fitting == context_len:
         return KVSize(context_len, blocks)
     if fitting == 0 and config.kv_size_setting is None and isinstance(memory, GpuMemory):
-        raise _no_room(setting, memory)
+        raise _no_room(setting, memory, config.gpu_share)
     if config.max_model_len is not None or fitting == 0:
         instead = " or lower max_model_len" if fitting else f", or {fewest} for shorter sequences"
         raise InvalidEngineConfig(
@@ -104,8 +105,9 @@ def kv_budget(config: EngineConfig, memory: CpuMemory | GpuMemory) -> KVBudget:
     if isinstance(memory, CpuMemory):
         of_machine = min(int(memory.free_bytes * _SHARE_OF_FREE_MEMORY), _MOST_BYTES)
         return KVBudget(max(0, of_machine // memory.num_local - memory.draft_bytes), "kv_cache_memory_bytes")
-    left = usable_gpu_bytes(config, memory.total_bytes) - memory.used_bytes - memory.step_bytes
-    return KVBudget(max(0, left), "gpu_memory_utilization")
+    left = usable_gpu_bytes(config, memory.total_bytes) - (memory.used_bytes - memory.others_bytes)
+    left = min(left, memory.left_bytes) - memory.step_bytes
+    return KVBudget(max(0, left), "gpu_memory_utilization" if config.gpu_share == 1 else "gpu_share")
 
 
 def _most_cache_blocks(config: EngineConfig, memory: CpuMemory | GpuMemory) -> int:
@@ -114,12 +116,15 @@ def _most_cache_blocks(config: EngineConfig, memory: CpuMemory | GpuMemory) -> i
     return MOST_CACHE_BLOCKS if is_given and config.enable_prefix_caching else 0
 
 
-def _no_room(setting: str, memory: GpuMemory) -> InvalidEngineConfig:
+def _no_room(setting: str, memory: GpuMemory, share: float) -> InvalidEngineConfig:
+    whose, used, advice = "weights, the driver and other processes", memory.used_bytes, "raise tensor_parallel_size"
+    if share < 1:
+        whose, used, advice = "weights and the driver", used - memory.others_bytes, "raise the share (num_gpus)"
     return InvalidEngineConfig(
         setting,
-        f"leaves no room for KV blocks: weights, the driver and other processes take {memory.used_bytes / _GB:.1f} GB "
-        f"of {memory.total_bytes / _GB:.1f}, steps {memory.step_bytes / _GB:.1f} GB; raise tensor_parallel_size, lower "
-        "max_num_batched_tokens, or use devices with more memory",
+        f"leaves no room for KV blocks: {whose} take {used / _GB:.1f} GB of {share * memory.total_bytes / _GB:.1f}, "
+        f"steps {memory.step_bytes / _GB:.1f} GB; {advice}, lower max_num_batched_tokens, or use devices with more "
+        "memory",
     )
 
 

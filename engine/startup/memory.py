@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ..config import EngineConfig
 
+DRIVER_BYTES = 2 << 30  # of a GPU's memory, for its context, captured steps and libraries; measured on an H200
+
 
 @dataclass(frozen=True, kw_only=True)
 class CpuMemory:
@@ -29,6 +31,7 @@ class GpuMemory:
     total_bytes: int
     used_bytes: int  # by weights, the driver, other processes
     step_bytes: int  # that the runner takes beside weights and blocks (`StepMemory`); a plan estimates it
+    others_bytes: int = 0  # of those in use, what other engines take from their shares of the GPU
 
     @property
     def left_bytes(self) -> int:
@@ -37,12 +40,13 @@ class GpuMemory:
 
 
 def usable_gpu_bytes(config: EngineConfig, total_bytes: int) -> int:
-    """Return how many of a GPU's bytes all processes together may use, so that an engine starts.
+    """Return how many of a GPU's bytes may be in use, so that an engine starts.
 
-    It is a share if `gpu_memory_utilization` sizes the blocks, else everything.
+    They are for all processes together; for this engine alone if it has a share of the GPU (`gpu_share`). If
+    `gpu_memory_utilization` does not size the blocks, they are all.
     """
     if config.kv_size_setting is None:
-        return int(config.gpu_memory_utilization * total_bytes)
+        return int(config.gpu_share * config.gpu_memory_utilization * total_bytes)
     return total_bytes
 
 

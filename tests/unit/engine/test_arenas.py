@@ -138,6 +138,20 @@ def test_an_engine_that_is_given_memory_caches_prefixes_in_all_of_it_up_to_a_bou
     assert size_of(cpu, max_model_len=8192, kv_cache_memory_bytes=1 << 30).blocks_by_group == [(1 << 30) // block_bytes]
 
 
+def test_an_engine_with_a_share_of_a_gpu_counts_its_own_memory_alone_but_takes_no_more_than_is_free() -> None:
+    block_bytes = layout(FULL).only.blocks.block_bytes
+
+    def blocks(used: int, others: int, share: float = 0.4) -> int:
+        memory = GpuMemory(total_bytes=10 << 30, used_bytes=used << 30, others_bytes=others << 30, step_bytes=1 << 30)
+        size = size_of(memory, max_model_len=8192, gpu_share=share, gpu_memory_utilization=1.0)
+        return sum(size.blocks_by_group)
+
+    assert blocks(1, 0) == blocks(5, 4) == (2 << 30) // block_bytes
+    assert blocks(8, 7) == (1 << 30) // block_bytes, "others take more than their shares"
+    with pytest.raises(InvalidEngineConfig, match=r"gpu_share.* take 4.3 GB of 4.3, steps 1.1 GB; raise the share"):
+        blocks(6, 2)
+
+
 def test_more_than_full_load_is_taken_for_prefixes_only_and_not_unasked_on_a_cpu() -> None:
     gpu = GpuMemory(total_bytes=100 << 30, used_bytes=4 << 30, step_bytes=1 << 30)
     full_load = [4 * 8192 // BLOCK_SIZE]

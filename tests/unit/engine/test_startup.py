@@ -63,6 +63,8 @@ def test_a_share_of_a_gpu_is_ignored_beside_a_size(setting: str) -> None:
     assert config.ignored_on("cuda") == {}
     sized = config.model_copy(update={setting: 10**9})
     assert sized.ignored_on("cuda") == {"gpu_memory_utilization": f"the KV cache is sized by {setting}"}
+    share = EngineConfig(model="folder", gpu_share=0.5, **{setting: 10})
+    assert share.ignored_on("cuda") == {"gpu_share": f"the KV cache is sized by {setting}"}
 
 
 @pytest.mark.parametrize("args", [{"num_gpu_blocks_override": 10**8}, {"kv_cache_memory_bytes": 10**15}])

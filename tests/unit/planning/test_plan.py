@@ -205,14 +205,6 @@ def test_gpu_memory_that_would_go_through_tcp_is_noted(
     assert any("through TCP" in note for note in plan.notes) is is_noted
 
 
-def test_engines_may_share_a_gpu_and_the_plan_recommends_mps() -> None:
-    plan = plan_of({"unified": {"replicas": 4, "num_gpus": 0.5}}, {}, Machines(2, 80 * GB))
-    assert plan.num_nodes == 1
-    assert any("nvidia-cuda-mps-control" in note for note in plan.notes)
-    on_cpu = plan_of({"unified": {"num_gpus": 0.5}}, {"device": "cpu"}, ONE_NODE)
-    assert not any("nvidia-cuda-mps-control" in note for note in on_cpu.notes)
-
-
 def test_engine_ranks_are_numbered_as_clients_see_them() -> None:
     fleets = {
         "prefill": {"replicas": 2, "engine": {"tensor_parallel_size": 2}},
