@@ -15,9 +15,9 @@ Work, with fixed seeds, forced lengths, temperature 1 and no prefix caching:
     ttft       a prompt of 128 tokens, one new token
     prefill    16 prompts of 4096, 2 of 32 768: tokens per second
 
-and with `--work drafts`, 1, 8 and 64 requests of 512 tokens that get 256: output tokens per second of decoding, and
-tokens in a step with drafts. Baton's own drafter is right with most drafts at the temperature that it gets there; vLLM
-can be told how many it accepts (`rejection_sample_method`).
+and with `--work drafts`, 1, 8 and 64 requests of 512 tokens that get 256: output tokens per second of decoding, tokens
+in a step with drafts, and of Baton number and time of its steps by kind. Baton's own drafter is right with most drafts
+at the temperature that it gets there; vLLM can be told how many it accepts (`rejection_sample_method`).
 
 An engine that has started waits until no other one is being measured. With `--together`, engines of all models start
 at the same time; give each its memory with `--kv-gib`, and measurements begin when the last one is ready. Each line of
@@ -92,6 +92,24 @@ class Engine:
         return found.get(f"{prefix}_drafts", 0), found.get(f"{prefix}_accepted_tokens", 0)
 
 
+class StepTimes:
+    """The number of Baton's steps of each kind, and their mean time in ms: where time with drafts goes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.kinds: dict[str, tuple[int, float]] = {}
+        drafting = engine.llm.engine.core.scheduler.drafting
+        observe = drafting.observe
+
+        def note(requests: int, drafts: int, prompts: int, seconds: float, guesses: int, **reads: bool) -> None:
+            names = {"prompts": prompts, "drafts": drafts, "guesses": guesses, "late reads": reads["reads_late"]}
+            kind = " + ".join(name for name, present in names.items() if present) or "plain"
+            count, mean_ms = self.kinds.get(kind, (0, 0.0))
+            self.kinds[kind] = count + 1, mean_ms + (seconds * 1e3 - mean_ms) / (count + 1)
+            observe(requests, drafts, prompts, seconds, guesses, **reads)
+
+        drafting.observe = note
+
+
 def standard_work(engine: Engine) -> dict[str, float]:
     engine.run([128] * 8, [16] * 8)
     rng = random.Random(0)
@@ -106,16 +124,22 @@ def standard_work(engine: Engine) -> dict[str, float]:
     return figures
 
 
-def drafted_work(engine: Engine) -> dict[str, float]:
-    figures, temperature = {}, DRAFTED_TEMPERATURE[engine.name]
+def drafted_work(engine: Engine) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    temperature = DRAFTED_TEMPERATURE[engine.name]
+    times = StepTimes(engine) if engine.name == "baton" else None
     for batch in (1, 8, 64):
         one = engine.best(512, batch, 1, temperature)
         steps, accepted = engine.draft_counts()
+        if times is not None:
+            times.kinds.clear()
         all_of_them = engine.best(512, batch, 256, temperature)
         steps_after, accepted_after = engine.draft_counts()
         figures[f"drafted_{batch}_tok_s"] = batch * 255 / (all_of_them - one)
         if steps_after > steps:
             figures[f"drafted_{batch}_length"] = 1 + (accepted_after - accepted) / (steps_after - steps)
+        if times is not None:
+            figures[f"drafted_{batch}_steps"] = dict(times.kinds)
     return figures
 
 

@@ -32,8 +32,17 @@ def _noted_generate(self, *given, **named):
     return _generate(self, *given, **named)
 
 LLM.__init__, LLM.generate = _noted_init, _noted_generate
-LLM.engine = property(lambda self: SimpleNamespace(core=SimpleNamespace(stats=lambda: SimpleNamespace(
-    speculation=SimpleNamespace(num_drafts=self.drafts, num_accepted_tokens=2 * self.drafts)))))
+drafting = SimpleNamespace(observe=lambda *step, **reads: None)
+
+def _with_steps(self, prompts, params, use_tqdm):  # a plain one, and one with drafts and guesses
+    drafting.observe(4, 0, 0, 0.005, 0, reads_late=False)
+    drafting.observe(4, 12, 0, 0.010, 3, reads_late=False)
+    return _noted_generate(self, prompts, params, use_tqdm)
+
+LLM.generate = _with_steps
+LLM.engine = property(lambda self: SimpleNamespace(core=SimpleNamespace(
+    scheduler=SimpleNamespace(drafting=drafting), stats=lambda: SimpleNamespace(
+        speculation=SimpleNamespace(num_drafts=self.drafts, num_accepted_tokens=2 * self.drafts)))))
 """
 
 
@@ -70,6 +79,8 @@ def test_engines_that_fit_start_together_and_work_one_after_the_other(tmp_path: 
     models = [("qwen3-8b-fp8", "standard"), *drafted]
     assert found == [(side, *model) for side in ("vllm", "baton") for model in models]
     assert not any("failed" in row for row in rows(folder / "engines.jsonl"))
+    steps = [row.get("drafted_8_steps") for row in rows(folder / "engines.jsonl") if row["engine"] == "baton"]
+    assert steps == [None] + [{"plain": [3, 5.0], "drafts + guesses": [3, 10.0]}] * 3
     notes = [line.split() for line in (folder / "notes").read_text().splitlines()]
     turns = [
         dict.fromkeys((what, model) for what, model, of in notes if of == side) for side in ("vllm", "baton.engine")
