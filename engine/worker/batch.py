@@ -164,11 +164,12 @@ class CurrentBatch:
         self._tables = tables
         self._writes = writes
         self.batch = Batch.of([])
-        self.reads_from: int | None = None  # see `StepPlan`
+        self.num_guesses = 0  # in the plan of this rank, as the next one
+        self.reads_from: int | None = None
 
-    def set(self, batch: Batch, shape: StepShape, reads_from: int | None = None) -> None:
-        """Write the batch of the next step, which is padded to `shape`."""
-        last, self.reads_from = self.batch, reads_from
+    def set(self, batch: Batch, shape: StepShape, num_guesses: int = 0, reads_from: int | None = None) -> None:
+        """Write the batch of the next step, which is padded to `shape`. The others: see `StepPlan`."""
+        last, self.num_guesses, self.reads_from = self.batch, num_guesses, reads_from
         if batch.rows != last.rows or batch.samples != last.samples:
             tables, add = self._tables, self._writes.add
             add(tables.rows.address(0), batch.rows + [-1] * (len(last.rows) - len(batch.rows)))

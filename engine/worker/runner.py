@@ -75,7 +75,7 @@ class ModelRunner:
                 return FinishedStep(StepResult(plan.step, []))
             batch = Batch.of(plan.chunks, self.step.known_starts(plan.chunks))
             shape, ranks = self._shape(batch, plan.group)
-            self.current.set(batch, shape, plan.reads_from)
+            self.current.set(batch, shape, plan.num_guesses, plan.reads_from)
             self.inputs.set(batch, shape)
             self.writes.flush()
             self.outputs.free_page()

@@ -189,8 +189,10 @@ class CpuStep:
         if isinstance(guesser, HeadGuesser):
             assert self._hidden is not None, "the step kept them for the head"
             guesser.read(shape, self._hidden, ranks)
-        elif guesser.due(batch, num_guesses) is not None:
-            guesser.read_exactly(shape.num_seqs)
+        else:
+            num_guesses, ranks = guesser.own_guesses(num_guesses), None
+            if guesser.due(batch, num_guesses) is not None:
+                guesser.read_exactly(shape.num_seqs)
         if num_guesses:
             guesser.guess(shape.num_seqs, num_guesses, ranks)
 

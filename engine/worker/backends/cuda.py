@@ -151,8 +151,8 @@ class CudaStep:
         guesser = self._guesser
         assert guesser is not None, "only steps that guess have a guesser"
         if isinstance(guesser, ModelGuesser):
+            num_guesses, ranks = guesser.own_guesses(num_guesses), None
             self._read_tokens(guesser, shape, num_guesses)
-            ranks = None  # it does not wait for them
         if not num_guesses:
             return
         graph = self._guess_graphs.get(shape.num_seqs) if ranks is None else None

@@ -222,6 +222,19 @@ def engines(checkpoint: Path, other: Path) -> Engines:
 
 
 @BACKENDS
+def test_a_rank_that_makes_no_guesses_makes_none_for_other_ranks(
+    engines: Engines, backend: Callable[[], Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have much to read before it could."""
+    rows = _Rows(engines, backend(), monkeypatch)
+    assert rows.step(_chunk(0, 0, 6), starts=[0]) == 1
+    sizes = GroupStep([StepSize(1, 1, 1), StepSize(1, 1, 1, num_guesses=MOST)])
+    rows.runner.launch(StepPlan(1, [], [], [_chunk(0, 6)], sizes)).result()
+    assert rows.num_runs == 1
+    assert rows.num_read()[0] == 6
+
+
+@BACKENDS
 def test_the_draft_model_runs_once_for_each_guess(
     engines: Engines, backend: Callable[[], Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,14 @@ class ModelGuesser(Guesser):
         self._first, self._num_last = torch.zeros(2, dtype=torch.int32, device=parts.tables.memory.device)
         self._set = (0, 0)  # their values
 
+    def own_guesses(self, num_guesses: int) -> int:
+        """Return how many guesses this rank makes where the data-parallel ranks make `num_guesses`.
+
+        It makes none for others, as they do not wait for it, so that it need not read for them.
+        """
+        current = self._parts.current
+        return current.num_guesses if current.batch.rows else num_guesses
+
     def due(self, batch: Batch, num_guesses: int) -> ReadSize | None:
         """Return the most that must be read after a step, and count it as read; None if nothing. Call it every step."""
         tables, limits = self._parts.tables, self._parts.limits
