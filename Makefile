@@ -4,6 +4,7 @@
 # make test-exhaustive    all slices of `make test`
 # make chaos    faults at random on three hosts made of namespaces, under load (root; SECONDS=600 SEED=1)
 # make test-gpu what needs a CUDA device; `make test` runs there too, and then compiles the kernels that it interprets here
+# make test-gpu OFFLINE=1    the same without a network: with the packages that the host's Python finds, installing none
 # make lint     style, types, which package may import which, prose, names of classes; make format mends style
 # make docs     the reference pages that follow from the code: commands, metrics, routes
 # make wheel    a wheel in dist/
@@ -35,6 +36,14 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
+# The tests that need a CUDA device; a host may lack what others import.
+GPU_TESTS = $(shell grep -rl 'mark\.gpu' tests --include='test_*.py')
+
+ifdef OFFLINE
+$(VENV)/.dev: pyproject.toml tools/host_venv.py
+	@$(PYTHON) tools/host_venv.py $(VENV)
+	@touch $(VENV)/.serve $@
+else
 $(VENV)/bin/python:
 	@[ "$$(uname -s)" = Linux ] || { echo "Baton needs Linux (this is $$(uname -s)): a virtual machine or a container will do"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Baton needs Python 3.11 or newer (PYTHON=...)"; exit 1; }
@@ -50,6 +59,7 @@ $(VENV)/.serve: pyproject.toml $(VENV)/bin/python
 $(VENV)/.dev: $(VENV)/.serve
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
+endif
 
 serve: $(VENV)/.serve
 	@$(BIN)/baton serve configs/demo/model --model-id baton-demo --prefill 1 --decode 1 --port $(PORT) || [ $$? -eq 130 ]
@@ -68,7 +78,7 @@ chaos: $(VENV)/.dev
 	$(BIN)/python -m tests.chaos.chaos --seconds $(SECONDS) --seed $(SEED) --json build/chaos.json
 
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu $(GPU_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

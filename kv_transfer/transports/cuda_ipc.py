@@ -48,6 +48,7 @@ NAME = "cuda_ipc"
 PROBE_BYTES = 8 << 20
 PROBE_COPIES = 64  # of `PROBE_BYTES` each: they take 0.3 ms within a GPU, 20 ms over PCIe
 NONCE_BYTES = 16
+LIKELY_REASONS = "its process has ended, is in a container with an IPC namespace of its own, or on a GPU out of reach"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _Offset = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -115,7 +116,7 @@ class _Mapping:
         try:
             self._memory = DeviceMemory.open(shared.handle)
         except DriverError as error:
-            raise TransportError(f"its memory cannot be mapped: {error}") from error
+            raise TransportError(f"its memory cannot be mapped ({error}): {LIKELY_REASONS}") from error
         try:
             allocation_bytes = self._memory.num_bytes()
         except DriverError as error:

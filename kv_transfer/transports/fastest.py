@@ -91,6 +91,7 @@ class _Peer:
     name: str
     routes: list[_Route]  # the direct one first, so that it wins a tie
     staged: _StagedLane | None  # None: one of the two ends has none
+    why_not_direct: str = ""  # why there is no direct lane; empty: there is one, or neither end has any
     is_paired: bool = False  # reads over all lanes that connected in time have been timed, and the result is in the log
     was_connected: bool = False  # it has been, so it is broken when no lane of it is connected
 
@@ -157,18 +158,30 @@ class FastestTransport:
     def add_peer(self, metadata: bytes) -> PeerHandle:
         known = _decode_metadata(metadata)
         routes = [self._connect(self._network, known.network)]
-        if self._direct is not None and known.direct is not None:
-            try:
-                routes.insert(0, self._connect(self._direct, known.direct))
-            except (TransportError, MalformedMessage) as error:
-                logger.info("%s is read over %s, not %s: %s", known.name, self.name, self._direct.name, error)
-            except Exception:  # the caller may try again, and must not leave a connection behind each time
-                self._network.remove_peer(routes[0].peer)
-                raise
+        why_not_direct = ""
+        try:
+            if (direct := self._connect_direct(known)) is not None:
+                routes.insert(0, direct)
+        except (TransportError, MalformedMessage) as error:
+            why_not_direct = str(error)
+            logger.info("%s is not read directly, but over %s: %s", known.name, self.name, error)
+        except Exception:  # the caller may try again, and must not leave a connection behind each time
+            self._network.remove_peer(routes[0].peer)
+            raise
         handle = next(self._ids)
         staged = None if self._staged is None or known.staged is None else _StagedLane(known.staged)
-        self._peers[handle] = _Peer(known.name, routes, staged)
+        self._peers[handle] = _Peer(known.name, routes, staged, why_not_direct)
         return handle
+
+    def _connect_direct(self, known: _Metadata) -> _Route | None:
+        """Begin to connect directly. None: neither end can. Raises `TransportError` if one cannot, or refuses."""
+        if self._direct is not None and known.direct is not None:
+            return self._connect(self._direct, known.direct)
+        if self._direct is not None:
+            raise TransportError("it shares no memory with other processes, and its log says why")
+        if known.direct is not None:
+            raise TransportError("this engine shares no memory with other processes")
+        return None
 
     def _connect(self, transport: Transport, metadata: bytes) -> _Route:
         return _Route(transport, transport.add_peer(metadata), late_at=self._clock() + self._patience_s)
@@ -338,6 +351,8 @@ class FastestTransport:
 
     def _log_lane(self, peer: _Peer) -> None:
         rates = ", ".join(f"{route.transport.name} {self._shown(route)}" for route in peer.routes)
+        if peer.why_not_direct:
+            rates += f", not directly: {peer.why_not_direct}"
         lane = self._lane_of(peer)
         if lane is None:
             return

@@ -55,7 +55,7 @@ def _direct(region: Memory, agent_name: str) -> Transport | None:
     try:
         return CudaIpcTransport(region, agent_name)
     except NotRegistrable as error:
-        logger.warning("peers on this machine will read these blocks over the network: %s", error)
+        logger.warning("engines on this machine and this one will read each other over the network: %s", error)
         return None
 
 

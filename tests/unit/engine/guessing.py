@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
+from baton.engine import LLM, CompletionOutput, EngineConfig, SamplingParams, build_engine
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats
 from baton.engine.core.requests.drafting import Drafting
@@ -28,7 +28,7 @@ from ...helpers.inline_stream import InlineStream
 from .controls import EVERYTHING, own_seeds
 from .copy_connector import Room
 from .cores import Engines, answers_of, tokens_and_logprobs
-from .handing_off import hand_off
+from .handing_off import hand_off, run
 from .narrow_grammars import with_grammars
 
 MOST = 3
@@ -58,8 +58,20 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[Any]:
     """Return the tokens and the finish reason of each answer; each request has a seed of its own."""
-    outputs = llm.generate(prompts, own_seeds(params, len(prompts)), use_tqdm=False)
-    return [(each.outputs[0].token_ids, each.outputs[0].finish_reason) for each in outputs]
+    return [(each.token_ids, each.finish_reason) for each in outputs_of(llm, prompts, params)]
+
+
+def outputs_of(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[CompletionOutput]:
+    results = llm.generate(prompts, own_seeds(params, len(prompts)), use_tqdm=False)
+    return [result.outputs[0] for result in results]
+
+
+def close(ours: Any, theirs: Any) -> bool:
+    """Return whether logprobs are of the same tokens, and equal except for the order of sums."""
+    return len(ours) == len(theirs) and all(
+        mine.keys() == other.keys() and all(abs(mine[key].logprob - other[key].logprob) < 1e-4 for key in mine)
+        for mine, other in zip(ours, theirs, strict=True)
+    )
 
 
 def stats_of(llm: LLM) -> SpeculationStats:
@@ -68,31 +80,25 @@ def stats_of(llm: LLM) -> SpeculationStats:
     return stats
 
 
-def check_answers(
-    drafting: LLM,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    expected: Sequence[Any],
-    *,
-    preempts: bool = False,
-) -> SpeculationStats:
-    """Check that an engine with drafts answers as `expected` and frees all blocks; return its statistics."""
-    for _ in range(2):  # the second time, prompts are cached
-        assert answers(drafting, prompts, params) == expected
-    core, stats = drafting.engine.core, stats_of(drafting)
-    assert stats.num_draft_tokens > 100
-    if preempts:
-        assert core.stats().num_preemptions > 0
-    assert core.stats().num_blocks_free == core.stats().num_blocks
-    return stats
-
-
 def check_same_answers(
     plain: LLM, make: Callable[..., LLM], prompts: Sequence[list[int]], params: SamplingParams, **args: Any
 ) -> SpeculationStats:
-    """Check that an engine made with `args`, which enable drafts, answers as the engine `plain` without drafts."""
-    expected = answers(plain, prompts, params)
-    return check_answers(make(**args), prompts, params, expected, preempts="num_gpu_blocks_override" in args)
+    """Check that an engine made with `args`, which enable drafts, answers as the engine `plain` without drafts.
+
+    Tokens, ends and log probabilities are compared, and all blocks must be free again. Return its statistics.
+    """
+    expected, drafting = outputs_of(plain, prompts, params), make(**args)
+    for _ in range(2):  # the second time, prompts are cached
+        for found, undisturbed in zip(outputs_of(drafting, prompts, params), expected, strict=True):
+            assert found.token_ids == undisturbed.token_ids
+            assert (found.finish_reason, found.stop_reason) == (undisturbed.finish_reason, undisturbed.stop_reason)
+            assert close(found.logprobs, undisturbed.logprobs)
+    core, stats = drafting.engine.core, stats_of(drafting)
+    assert stats.num_draft_tokens > 100
+    if "num_gpu_blocks_override" in args:
+        assert core.stats().num_preemptions > 0
+    assert core.stats().num_blocks_free == core.stats().num_blocks
+    return stats
 
 
 def check_guesses(
@@ -120,15 +126,24 @@ def check_handed_over(
 ) -> tuple[SpeculationStats, SpeculationStats]:
     """Check that a prefill and a decode engine, both with drafts, answer as one engine without drafts.
 
-    Return the statistics of the prefill and of the decode engine.
+    The decode engine also continues the second halves of these answers, as if another engine had been lost. Return the
+    statistics of the prefill engine, and of the decode engine before that.
     """
     room = Room()
     prefill, decode = (build_engine(EngineConfig.from_args(args), room.connect).core for _ in range(2))
-    found = hand_off(prefill, decode, requests_of(prompts, params))
+    requests = requests_of(prompts, params)
+    found = hand_off(prefill, decode, requests)
     assert found == [token_ids for token_ids, _ in answers(plain, prompts, params)]
     there, here = prefill.stats().speculation, decode.stats().speculation
     assert there is not None
     assert here is not None
+    halves = [tokens[: len(tokens) // 2] for tokens in found]
+    begun = [msgspec.structs.replace(each, output_token_ids=half) for each, half in zip(requests, halves, strict=True)]
+    for outputs, half, tokens in zip(run(decode, begun).values(), halves, found, strict=True):
+        assert half + [token for output in outputs for token in output.token_ids] == tokens
+    after = decode.stats().speculation
+    assert after is not None
+    assert after.num_draft_tokens > here.num_draft_tokens
     return there, here
 
 
@@ -151,27 +166,34 @@ def check_both_backends(
 ) -> EngineStats:
     """Serve prompts on a CPU by CPU steps and by GPU steps: answers and accepted drafts are the same.
 
-    With grammars, every other request has one: the host drafts for these.
+    Answers are those of CPU steps without drafts, too. With grammars, every other request has one: the host drafts for
+    these.
     """
     requests = requests_of(prompts, HOT)
     if have_grammars:
         requests = with_grammars(requests)
 
-    def serve(backend: Backend) -> tuple[EngineStats, dict[str, tuple[list[int], list[float]]]]:
+    def serve(
+        backend: Backend, *, has_drafts: bool = True
+    ) -> tuple[EngineStats, dict[str, tuple[list[int], list[float]]]]:
         runner = engines.runner(backend, num_blocks)
         if captured:
             runner.capture()
-        drafting = Drafting(DeviceDrafter(), MOST, adapts=False, edits_on_host=True, on_device=True)
+        drafting = None
+        if has_drafts:
+            drafting = Drafting(DeviceDrafter(), MOST, adapts=False, edits_on_host=True, on_device=True)
         core = engines.core(runner, num_blocks, depth, drafting)
         outputs = answers_of(core, requests)
         return core.stats(), {name: tokens_and_logprobs(each) for name, each in outputs.items()}
 
     there = CudaBackend(InlineStream(), CudaShapes(LIMITS, max_tokens=32 if captured else 0), torch.float32)
-    (stats, found), (plain, expected) = serve(there), serve(CpuBackend(CpuShapes(LIMITS)))
-    assert found.keys() == expected.keys()
-    for name, (tokens, values) in found.items():
-        assert tokens == expected[name][0]
-        assert values == pytest.approx(expected[name][1], abs=1e-4)
+    (stats, found), (plain, drafted) = serve(there), serve(CpuBackend(CpuShapes(LIMITS)))
+    _, expected = serve(CpuBackend(CpuShapes(LIMITS)), has_drafts=False)
+    assert found.keys() == drafted.keys() == expected.keys()
+    for each in (found, drafted):
+        for name, (tokens, values) in each.items():
+            assert tokens == expected[name][0]
+            assert values == pytest.approx(expected[name][1], abs=1e-4)
     assert stats.speculation == plain.speculation
     assert stats.speculation is not None
     assert stats.speculation.num_draft_tokens > 100

@@ -109,6 +109,18 @@ def test_guesses_are_what_the_draft_model_draws_by_itself(
     assert any(found) or params is GREEDY
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@KINDS
+def test_requests_that_were_handed_over_or_migrated_go_on_as_without_drafts(
+    llm: LLM, make: Callable[..., LLM], checkpoint: Path, other: Path, params: SamplingParams
+) -> None:
+    args = {"model": str(checkpoint), "dtype": "float32", "max_num_seqs": 8, "speculative_config": guessing(other)}
+    there, here = check_handed_over(llm, args, PROMPTS, params)
+    assert there.num_drafts == 0
+    assert here.num_drafts > 20
+
+
 def test_what_the_draft_model_keeps_is_handed_over(llm: LLM, make: Callable[..., LLM], checkpoint: Path) -> None:
     args = {"model": str(checkpoint), "dtype": "float32", "max_num_seqs": 8}
     _, stats = check_handed_over(llm, {**args, "speculative_config": guessing(checkpoint)}, PROMPTS, HOT)
@@ -118,10 +130,13 @@ def test_what_the_draft_model_keeps_is_handed_over(llm: LLM, make: Callable[...,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
-def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, other: Path, depth: int) -> None:
+@pytest.mark.parametrize("have_grammars", [False, True], ids=["free", "grammars"])
+def test_steps_as_a_gpu_runs_them_guess_the_same(
+    checkpoint: Path, other: Path, have_grammars: bool, depth: int
+) -> None:
     args = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 200}
     config = read_model_config(EngineConfig.from_args({**args, "speculative_config": guessing(other)}))
-    stats = check_both_backends(Engines(config, LIMITS), PROMPTS, depth=depth)
+    stats = check_both_backends(Engines(config, LIMITS), PROMPTS, depth=depth, have_grammars=have_grammars)
     assert stats.speculation is not None
     assert stats.speculation.num_accepted_tokens > 30
 

@@ -22,6 +22,7 @@ from baton.engine.startup import build
 
 from .controls import EVERYTHING, GREEDY, WAYS, own_seeds, prompts_of
 from .copy_connector import Room
+from .guessing import close
 from .handing_off import hand_off, run
 
 PROMPTS = prompts_of(1, 15, 16, 17, 48, 90)
@@ -96,14 +97,6 @@ def test_answers_are_those_without_drafts(
     if "num_gpu_blocks_override" in args:
         assert core.stats().num_preemptions > 0
     assert core.stats().num_blocks_free == core.stats().num_blocks
-
-
-def close(ours: Any, theirs: Any) -> bool:
-    """Return whether logprobs are of the same tokens, and equal except for the order of sums."""
-    return len(ours) == len(theirs) and all(
-        mine.keys() == other.keys() and all(abs(mine[key].logprob - other[key].logprob) < 1e-4 for key in mine)
-        for mine, other in zip(ours, theirs, strict=True)
-    )
 
 
 @pytest.mark.slow

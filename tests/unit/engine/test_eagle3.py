@@ -25,7 +25,7 @@ from baton.engine.startup.weight_counts import weight_bytes_of_rank, weights_of_
 from ...helpers.checkpoints import make_model, write_checkpoint
 from ...helpers.draft_layers import expected_accepted
 from ...helpers.eagle3 import HEAD_DIM, THETA, Eagle3Reference, write_eagle3
-from .controls import EVERYTHING, GREEDY, prompts_of
+from .controls import EVERYTHING, GREEDY, WAYS, prompts_of
 from .cores import Engines
 from .guessing import (
     HOT,
@@ -34,6 +34,7 @@ from .guessing import (
     answers,
     check_both_backends,
     check_guesses,
+    check_handed_over,
     check_same_answers,
     draft_always,
     stats_of,
@@ -60,11 +61,7 @@ def guessing(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
-@pytest.mark.parametrize(
-    "args",
-    [{"async_scheduling": True}, {"max_num_batched_tokens": 16}, {"num_gpu_blocks_override": 16}],
-    ids=["two in flight", "chunked", "preempted"],
-)
+@pytest.mark.parametrize("args", WAYS.values(), ids=WAYS)
 def test_answers_are_those_without_a_head(
     llm: LLM, make: Callable[..., LLM], head: Path, params: SamplingParams, args: dict[str, Any]
 ) -> None:
@@ -72,21 +69,44 @@ def test_answers_are_those_without_a_head(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}], ids=["", "adds to the norm"])
-def test_guesses_are_those_that_plain_torch_gives(make: Callable[..., LLM], tmp_path: Path, changes: Any) -> None:
-    folder = write_eagle3(tmp_path / "head", **changes)
-    reference = Eagle3Reference(folder, make_model("qwen3"))
-    drafting = make(speculative_config=guessing(folder), max_num_seqs=1, max_num_batched_tokens=32)
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("qwen3", {}), ("qwen3", {"norm_before_residual": True}), ("llama", {})],
+    ids=["qwen3", "adds to the norm", "llama"],
+)
+def test_guesses_are_those_that_plain_torch_gives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, architecture: str, changes: Any
+) -> None:
+    draft_always(monkeypatch)
+    model, folder = write_checkpoint(tmp_path / "model", architecture), write_eagle3(tmp_path / "head", **changes)
+    args = {"skip_tokenizer_init": True, "dtype": "float32", "max_num_seqs": 1, "max_num_batched_tokens": 32}
+    drafting = LLM(str(model), **args, speculative_config=guessing(folder))
+    reference = Eagle3Reference(folder, make_model(architecture))
     hotter = msgspec.structs.replace(HOT, temperature=6.0)
     found = check_guesses(drafting, PROMPTS[::2], hotter, partial(expected_accepted, reference, most=MOST))
     assert all(found), "random numbers decide most draws, so some guesses are right"
+    plain = LLM(str(model), **args)
+    assert answers(drafting, PROMPTS, HOT) == answers(plain, PROMPTS, HOT)
 
 
 @pytest.mark.slow
-def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, head: Path) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("params", [GREEDY, EVERYTHING, HOT], ids=["greedy", "everything", "hot"])
+def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(
+    llm: LLM, make: Callable[..., LLM], checkpoint: Path, head: Path, params: SamplingParams
+) -> None:
+    args = {"model": str(checkpoint), "dtype": "float32", "max_num_seqs": 8, "speculative_config": guessing(head)}
+    there, here = check_handed_over(llm, args, PROMPTS, params)
+    assert there.num_drafts == 0
+    assert here.num_drafts > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("have_grammars", [False, True], ids=["free", "grammars"])
+def test_steps_as_a_gpu_runs_them_guess_the_same(checkpoint: Path, head: Path, have_grammars: bool) -> None:
     args = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 200}
     config = read_model_config(EngineConfig.from_args({**args, "speculative_config": guessing(head)}))
-    check_both_backends(Engines(config, LIMITS), PROMPTS)
+    check_both_backends(Engines(config, LIMITS), PROMPTS, have_grammars=have_grammars)
 
 
 def read(checkpoint: Path, folder: Path, **args: Any) -> Any:

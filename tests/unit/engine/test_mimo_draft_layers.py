@@ -101,8 +101,9 @@ def test_edited_draws_of_a_gpu_are_checked_against_drafts(engines: Engines) -> N
 
 
 @pytest.mark.slow
-def test_steps_as_a_gpu_runs_them_guess_the_same(engines: Engines) -> None:
-    stats = check_both_backends(engines, PROMPTS)
+@pytest.mark.parametrize("have_grammars", [False, True], ids=["free", "grammars"])
+def test_steps_as_a_gpu_runs_them_guess_the_same(engines: Engines, have_grammars: bool) -> None:
+    stats = check_both_backends(engines, PROMPTS, have_grammars=have_grammars)
     assert stats.speculation is not None
     assert all(stats.speculation.num_accepted_per_pos)
 

@@ -47,6 +47,7 @@ class Machines:
     direct_rate: float | None = FAST
     network_rate: float | None = SLOW
     apart: bool = False
+    not_sharing: str = ""  # the end without a direct way
     on_gpu: bool = True
     direct_refusal: str = ""
     staged_rate: float | None = None  # of both ends; None: neither has it
@@ -67,7 +68,7 @@ class Machines:
         self.network.attach(name, memory)
         network = Named("nixl/UCX", self.network, name, self.network_rate)
         direct = None
-        if not self.apart:
+        if not self.apart and name != self.not_sharing:
             self.direct.attach(name, memory)
             direct = Named("cuda_ipc", self.direct, name, self.direct_rate, self.direct_refusal)
         staged = None
@@ -153,7 +154,20 @@ def test_a_peer_is_read_over_the_way_that_was_faster_when_it_was_connected(
     assert machines.reader.num_fallbacks == 0
 
 
-def test_where_one_end_has_no_direct_way_the_network_is_used() -> None:
+@pytest.mark.parametrize(("end", "who"), [("holder", "it"), ("reader", "this engine")])
+def test_where_one_end_has_no_direct_way_the_network_is_used_and_the_reason_told(
+    end: str, who: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    machines = Machines(not_sharing=end)
+    peer = machines.connect()
+    assert machines.reader.lane(peer) == Lane("nixl/UCX", SLOW, is_slow=True)
+    (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "is read slowly, probably through TCP: nixl/UCX 0.4 GB/s" in told
+    assert f"not directly: {who} shares no memory with other processes" in told
+    assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
+
+
+def test_where_neither_end_has_a_direct_way_the_network_is_used() -> None:
     machines = Machines(apart=True)
     peer = machines.connect()
     assert machines.reader.lane(peer) == Lane("nixl/UCX", SLOW, is_slow=True)
@@ -165,7 +179,9 @@ def test_a_direct_way_that_cannot_be_opened_leaves_the_network_and_says_so(caplo
     with caplog.at_level(logging.INFO):
         peer = machines.connect()
     assert machines.reader.lane(peer) == Lane("nixl/UCX", SLOW, is_slow=True)
-    assert "holder is read over nixl/UCX, not cuda_ipc: its memory cannot be mapped" in caplog.text
+    assert "holder is not read directly, but over nixl/UCX: its memory cannot be mapped" in caplog.text
+    (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "not directly: its memory cannot be mapped: CUDA_ERROR_INVALID_VALUE" in told
 
 
 def test_a_peer_whose_mapping_turns_out_wrong_is_read_over_the_network() -> None:
@@ -314,7 +330,8 @@ def test_a_direct_way_whose_description_makes_no_sense_leaves_the_network(caplog
         peer = machines.reader.add_peer(codec.encode((name, network, b"\xff", staged)))
     machines.clock.advance(1.0)
     assert (
-        "holder is read over nixl/UCX, not cuda_ipc: 1 bytes cannot be read as metadata of a fake peer" in caplog.text
+        "holder is not read directly, but over nixl/UCX: 1 bytes cannot be read as metadata of a fake peer"
+        in caplog.text
     )
     assert machines.finish(machines.reader.read(peer, WHOLE)) is ReadState.DONE
 
