@@ -16,8 +16,8 @@ import triton
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.engine import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
+from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.requests.drafting import Drafting
-from baton.engine.core.speculation.config import SpeculativeConfig
 from baton.engine.offline.bench_drafts import InformedDrafter
 from baton.engine.startup import build
 
@@ -153,9 +153,10 @@ def test_drafts_change_nothing_but_the_steps(
         tuple(prompt): [*prompt, *answer.token_ids] for prompt, answer in zip(prompts_of(LENS), expected, strict=True)
     }
 
-    def drafting(config: SpeculativeConfig, device: str) -> Drafting:
+    def drafting(core: EngineCoreConfig, device: str) -> Drafting:
+        assert core.speculation is not None
         drafter = InformedDrafter(lambda _, prompt: whole[tuple(prompt)], 1 - errors, VOCAB_SIZE, may_differ=True)
-        return Drafting(drafter, config.num_speculative_tokens, adapts=False, edits_on_host=device == "cuda")
+        return Drafting(drafter, core.speculation.num_speculative_tokens, adapts=False, edits_on_host=device == "cuda")
 
     monkeypatch.setattr(build, "make_drafting", drafting)
     llm = make(tmp_path, speculative_config={"method": "suffix", "num_speculative_tokens": 3})

@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from baton.engine.config import EngineConfig
+from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.kv.cache_groups import StateGroup
 from baton.engine.core.layout import CHECKPOINT_TOKENS
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.prefix import BlockHash
 from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.sampling import SamplingParams
-from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
+from baton.engine.core.speculation.config import make_drafter
 from baton.engine.startup import build
 from baton.engine.startup.build import Engine, build_engine
 
@@ -80,7 +81,8 @@ def test_with_drafts_through_prefill_and_decode(
 ) -> None:
     """Also, long answers are those of an engine without drafts, however many drafts it accepts."""
 
-    def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+    def make(core: EngineCoreConfig, device: str) -> Drafting | None:
+        config = core.speculation
         return None if config is None else Drafting(make_drafter(config), config.num_speculative_tokens, adapts=False)
 
     monkeypatch.setattr(build, "make_drafting", make)

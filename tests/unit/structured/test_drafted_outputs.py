@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from baton.engine import LLM, EngineConfig, SamplingParams, build_engine
+from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.messages import EngineRequest
 from baton.engine.core.requests.drafting import Drafting
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
@@ -91,7 +92,8 @@ def drafter(
             return InformedDrafter(whole, 1 - KNOWING[name], VOCAB_SIZE)
         return make_drafter(SpeculativeConfig(method=name, num_speculative_tokens=5))
 
-    def make(config: SpeculativeConfig | None, device: str) -> Drafting | None:
+    def make(core: EngineCoreConfig, device: str) -> Drafting | None:
+        config = core.speculation
         return None if config is None else Drafting(new(), config.num_speculative_tokens, adapts=False)
 
     monkeypatch.setattr(build, "make_drafting", make)
