@@ -55,8 +55,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int  # requests in one step, at most
     max_num_batched_tokens: int  # tokens in one step, at most
-    num_blocks: int
-    num_tier_blocks: int = 0  # capacity of its KV tiers
+    num_blocks: int  # of all cache groups
+    num_tier_blocks: int = 0  # capacity of its KV tiers, for blocks of all cache groups
     draining: bool = False  # it finishes its requests, and gets new ones only if no other engine can take them
 
     @property

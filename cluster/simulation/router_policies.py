@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from baton.cluster.cached_blocks import BlockName, CachedBlocks
+from baton.cluster.cached_blocks import BlockName, CachedBlocks, FoundPrefix
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 from baton.cluster.gateway.routing.load import Placement
 from baton.cluster.gateway.routing.rates import CostRates, LearntRates
@@ -162,9 +162,9 @@ class RememberedBlocks(CachedBlocks):
         for name in reversed(names):  # so that the end of a prompt is forgotten before its beginning
             self._by_age[name] = None
             self._by_age.move_to_end(name)
-            self._pool.add(name)
+            self._first.pool.add(name)
         while len(self._by_age) > self._num_blocks:
-            self._pool.remove(self._by_age.popitem(last=False)[0])
+            self._first.pool.remove(self._by_age.popitem(last=False)[0])
 
 
 class PoolAlone(CachedBlocks):
@@ -172,7 +172,13 @@ class PoolAlone(CachedBlocks):
 
     def __init__(self, known: CachedBlocks) -> None:
         super().__init__(0)
-        self._pool = known._pool
+        self._known = known
+
+    def find(self, names: Sequence[BlockName], expected: Container[BlockName] = ()) -> FoundPrefix:
+        return FoundPrefix(self._known.find(names, expected).pool)
+
+    def count_present(self, names: Sequence[BlockName], expected: Container[BlockName] = ()) -> int:
+        return self._known.count_present(names, expected)
 
 
 def _num_requests(view: EngineView) -> int:

@@ -75,9 +75,9 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierWatcher(Protocol):
-    """Called for blocks that become restorable, and for those that no longer are. A block is in at most one tier.
+    """Called for blocks of one group that become restorable, and for those that no longer are.
 
-    Only blocks of the first group are reported, since prefixes are found by them.
+    A block is in at most one tier.
     """
 
     def kept(self, block_hash: BlockHash, tier: Tier) -> None: ...
@@ -101,12 +101,12 @@ class KVTiers(Protocol):
         """Return the tier from which a block could be restored now; None if there is none."""
         ...
 
-    def kept_in(self, tier: Tier) -> Iterable[BlockHash]:
-        """Return the blocks of the first group that could be restored from a tier now."""
+    def kept_in(self, tier: Tier, group: int = 0) -> Iterable[BlockHash]:
+        """Return the blocks of a group that could be restored from a tier now."""
         ...
 
-    def watch(self, watcher: TierWatcher) -> None:
-        """Call `watcher` for every change from now on, on the thread that calls the tiers."""
+    def watch(self, watcher: TierWatcher, group: int = 0) -> None:
+        """Call `watcher` for every change of a group from now on, on the thread that calls the tiers."""
         ...
 
     def knows(self, block_hash: BlockHash, group: int = 0) -> bool:

@@ -233,8 +233,8 @@ class IndexedTiers:
 
     @property
     def num_slots(self) -> int:
-        """Number of blocks of the first cache group, by which prefixes are found, that fit into all tiers together."""
-        return self._indexes[0].num_slots
+        """Number of blocks, of all cache groups, that fit into all tiers together."""
+        return sum(index.num_slots for index in self._indexes)
 
     def find(self, hashes: Sequence[BlockHash], group: int = 0) -> int:
         return self._indexes[group].find(hashes)
@@ -242,11 +242,11 @@ class IndexedTiers:
     def tier_of(self, block_hash: BlockHash, group: int = 0) -> Tier | None:
         return self._indexes[group].tier_of(block_hash)
 
-    def kept_in(self, tier: Tier) -> Iterable[BlockHash]:
-        return self._indexes[0].kept_in(tier)
+    def kept_in(self, tier: Tier, group: int = 0) -> Iterable[BlockHash]:
+        return self._indexes[group].kept_in(tier)
 
-    def watch(self, watcher: TierWatcher) -> None:
-        self._indexes[0].watch(watcher)
+    def watch(self, watcher: TierWatcher, group: int = 0) -> None:
+        self._indexes[group].watch(watcher)
 
     def knows(self, block_hash: BlockHash, group: int = 0) -> bool:
         return self._indexes[group].knows(block_hash)

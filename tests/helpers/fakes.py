@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from baton.cluster.contracts import DirectorySnapshot, EngineRecord, GatewayRecord, Reach, Role
 from baton.cluster.engines.server import EngineServer
-from baton.engine.core.block_log import BlockLog
+from baton.engine.core.block_log import BlockLog, GroupLog
 from baton.engine.core.messages import EngineOutput, EngineRequest, EngineStats, FinishReason
 from baton.engine.core.pace import StepTimes
 from baton.engine.core.sampling import SamplingParams
@@ -40,7 +40,8 @@ class CountingEngine:
         self.steps = 0
         self._done: dict[str, int] = {}
         self.cached: dict[bytes, int] = {}
-        self._log = BlockLog(self.cached.keys())
+        self._moves = GroupLog(self.cached.keys())
+        self._log = BlockLog([self._moves])
 
     def add(self, request: EngineRequest, received_s: float | None = None) -> None:
         self.running[request.request_id] = request
@@ -89,11 +90,11 @@ class CountingEngine:
     def store(self, block_hash: bytes) -> None:
         """Store a block as if a request had filled it. To be called only while nothing runs."""
         self.cached[block_hash] = 0
-        self._log.stored(block_hash)
+        self._moves.stored(block_hash)
 
     def evict(self, block_hash: bytes) -> None:
         del self.cached[block_hash]
-        self._log.evicted(block_hash)
+        self._moves.evicted(block_hash)
 
     def block_log(self) -> BlockLog:
         return self._log

@@ -45,11 +45,11 @@ class PrefixIndex:
 
     def find(self, cached: CachedBlocks, key: EngineKey, names: Sequence[BlockName]) -> FoundPrefix:
         """Count the leading blocks that the pool will have when the prompt runs, and those that tiers can restore."""
-        count, expected = cached.count_prefix(names), self._expected.get(key)
-        if expected:
-            while count < len(names) and (names[count] in expected or names[count] in cached):
-                count += 1
-        return cached.find_behind(names, count)
+        return cached.find(names, self._expected.get(key, ()))
+
+    def count_present(self, cached: CachedBlocks, key: EngineKey, names: Sequence[BlockName]) -> int:
+        """Count the leading blocks that a hand-off of the prompt to this engine need not bring."""
+        return cached.count_present(names, self._expected.get(key, ()))
 
     def expect(self, key: EngineKey, names: Sequence[BlockName]) -> None:
         """Expect a request's blocks in its engine's cache. After each call, call either `ended` or `forget`."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.cluster.cached_blocks import BlockName, FoundPrefix
+from baton.cluster.cached_blocks import BlockName
 from baton.cluster.contracts import EngineRecord, EngineView, Role
 from baton.engine.core.block_log import unpack_names
 from baton.engine.core.layout import BLOCK_SIZE
@@ -324,17 +324,15 @@ class Router:
         return min(equals, key=lambda option: _order(query.tie, option.placement.engine))
 
     def _prefill_work(self, view: EngineView, query: RoutingQuery) -> PrefillWork:
-        return self._cost.prefill_work(view, query.num_tokens, self._found(view, query))
+        found = self.prefixes.find(view.cached, view.record.key, query.names)
+        return self._cost.prefill_work(view, query.num_tokens, found)
 
     def _missing(self, view: EngineView, query: RoutingQuery) -> int:
         """Return how many tokens a hand-off has to transfer: all but those in the pool, since it ignores tiers."""
-        return query.num_tokens - self._found(view, query).pool * BLOCK_SIZE
+        return query.num_tokens - self.prefixes.count_present(view.cached, view.record.key, query.names) * BLOCK_SIZE
 
     def _as_candidate(self, view: EngineView, query: RoutingQuery) -> DecodeCandidate:
         return DecodeCandidate(view, self._missing(view, query), self._cost.decode_s(view, self.loads.of(view)))
-
-    def _found(self, view: EngineView, query: RoutingQuery) -> FoundPrefix:
-        return self.prefixes.find(view.cached, view.record.key, query.names)
 
 
 def _is_worth_trying(option: _Option, best: _Option, age_s: float) -> bool:

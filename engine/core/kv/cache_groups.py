@@ -26,6 +26,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
+from ..block_log import HitRule
 from ..config import CacheGroupConfig
 from ..layout import NOT_KEPT
 from ..prefix import BlockHash
@@ -62,6 +63,11 @@ class CacheGroup(abc.ABC):
     @abc.abstractmethod
     def deepest(self, found: Sequence[int], num_blocks: int) -> int:
         """Return the longest prefix hit that the `found` entries allow: in blocks, at most `num_blocks`."""
+
+    @property
+    @abc.abstractmethod
+    def hit_rule(self) -> HitRule:
+        """The rule by which `deepest` limits a hit, for routers, which find the same hits by names of cached blocks."""
 
     @abc.abstractmethod
     def num_present(self, found: Sequence[int], num_blocks: int, num_tokens: int) -> int:
@@ -117,6 +123,10 @@ class FullGroup(CacheGroup):
     def deepest(self, found: Sequence[int], num_blocks: int) -> int:
         return min(num_blocks, len(found))
 
+    @property
+    def hit_rule(self) -> HitRule:
+        return HitRule()
+
     def num_present(self, found: Sequence[int], num_blocks: int, num_tokens: int) -> int:
         return min(num_blocks, len(found))
 
@@ -146,6 +156,10 @@ class WindowGroup(CacheGroup):
                 depth = block
             block -= 1
         return depth
+
+    @property
+    def hit_rule(self) -> HitRule:
+        return HitRule(window_blocks=-(-(self._window - 1) // self._block_size))
 
     def num_present(self, found: Sequence[int], num_blocks: int, num_tokens: int) -> int:
         read = range(self.first_visible(num_tokens), num_blocks)
@@ -177,6 +191,10 @@ class StateGroup(CacheGroup):
         while depth and found[depth - 1] == NOT_CACHED:
             depth -= 1
         return depth * self._span
+
+    @property
+    def hit_rule(self) -> HitRule:
+        return HitRule(checkpoint_blocks=self._span)
 
     def num_present(self, found: Sequence[int], num_blocks: int, num_tokens: int) -> int:
         return min(num_blocks, (num_tokens - 1) // self._block_size)  # the state after all tokens is handed over

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..block_log import BlockLog
+from ..block_log import BlockLog, GroupLog
 from ..prefix import BlockHash
 from ..requests.request import Request
 from ..tiers import CopyId, KVTiers, Restored, Stored, Tier, TierStats
@@ -108,15 +108,15 @@ class TierCopies:
         return self._tiers is not None
 
     def block_log(self) -> BlockLog:
-        """Return the log of the places of blocks of the first group.
-
-        The first call starts the log; later ones return the same object.
-        """
+        """Return the log of the places of blocks. The first call starts it; later ones return the same object."""
         if self._log is None:
-            self._log = BlockLog(self._pools[0].findable, self._tiers)
-            self._pools[0].watch(self._log)
-            if self._tiers is not None:
-                self._tiers.watch(self._log)
+            logs = [GroupLog(pool.findable, self._tiers, number) for number, pool in enumerate(self._pools)]
+            rules = [] if self._memory.keeps_all else [group.hit_rule for group in self._groups]
+            self._log = BlockLog(logs, rules)
+            for number, (pool, log) in enumerate(zip(self._pools, logs, strict=True)):
+                pool.watch(log)
+                if self._tiers is not None:
+                    self._tiers.watch(log, number)
         return self._log
 
     @property

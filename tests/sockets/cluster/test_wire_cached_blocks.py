@@ -8,7 +8,7 @@ from baton.cluster.contracts import DirectorySnapshot, EngineRecord
 from baton.cluster.engine_client import ZmqEngineClient
 from baton.cluster.engines.engine_socket import GatewayLost
 from baton.cluster.engines.server import EngineServer
-from baton.engine.core.block_log import pack_names, unpack_names
+from baton.engine.core.block_log import BlockLog, GroupLog, HitRule, pack_names, unpack_names
 
 from ...helpers.fakes import CountingEngine, ListedSource, make_request, serve_engine
 from .wire_fixtures import KEY, tokens_of, until
@@ -85,4 +85,50 @@ async def test_a_lost_connection_forgets_what_was_cached(
         await until(lambda: [view.record.epoch for view in client.engines()] == [2])
         assert cached_by(client, HASHES) == 0
     finally:
+        server.close()
+
+
+class HybridEngine(CountingEngine):
+    """An engine with a second cache group, which keeps a state at every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: set[bytes] = set()
+        self._states = GroupLog(self.kept)
+        blocks = GroupLog(self.cached.keys())
+        for block_hash in HASHES:
+            self.cached[block_hash] = 0
+            blocks.stored(block_hash)
+        self._both = BlockLog([blocks, self._states], [HitRule(), HitRule(checkpoint_blocks=1)])
+
+    def block_log(self) -> BlockLog:
+        return self._both
+
+    def keep(self, block_hash: bytes) -> None:
+        self.kept.add(block_hash)
+        self._states.stored(block_hash)
+
+
+async def test_gateways_know_how_long_a_hit_all_cache_groups_of_an_engine_allow(source: ListedSource) -> None:
+    engine, names = HybridEngine(), unpack_names(pack_names(HASHES))
+    server, record = serve_engine(engine, KEY)
+    source.show(record)
+    client = ZmqEngineClient(source, KEY, "gateway-c")
+    await client.start()
+
+    def has(num_blocks: int, num_found: int) -> bool:
+        views = client.engines()
+        return bool(views) and (views[0].cached.count_prefix(names), views[0].cached.find(names).pool) == (
+            num_blocks,
+            num_found,
+        )
+
+    try:
+        await until(lambda: has(3, 0))
+        engine.keep(HASHES[1])
+        server.wake()
+        await until(lambda: has(3, 2))
+        assert client.counters().block_gaps == 0
+    finally:
+        await client.close()
         server.close()

@@ -149,7 +149,7 @@ def ranks_chosen(gateway: Gateway, tokens: list[int]) -> set[int]:
 def found(gateway: Gateway, rank: int, tokens: list[int]) -> FoundPrefix:
     """Return the part of the prompt that the gateway knows to be cached."""
     cached, names = gateway.view(rank).cached, a_router().query(asked(tokens)).names
-    return cached.find_behind(names, cached.count_prefix(names))
+    return cached.find(names)
 
 
 async def test_a_prefix_that_was_evicted_to_host_memory_attracts_the_next_request(gateway: Gateway) -> None:

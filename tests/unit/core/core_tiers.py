@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class FakeTiers:
         self.events: list[TierEvent] = []
         self.kept: dict[bytes, list[int]] = {}  # by `name_in`
         self.on_disk: set[bytes] = set()  # of what is kept; the rest is in the host's memory
-        self.watchers: list[TierWatcher] = []
+        self.watchers: defaultdict[int, list[TierWatcher]] = defaultdict(list)  # by group
         self.touched: list[bytes] = []
         self.stores: dict[CopyId, Copy] = {}
         self.restores: dict[CopyId, Copy] = {}
@@ -48,11 +49,12 @@ class FakeTiers:
     def tier_of(self, block_hash: BlockHash, group: int = 0) -> Tier | None:
         return self._place(name_in(block_hash, group))
 
-    def kept_in(self, tier: Tier) -> Iterable[BlockHash]:
-        return [name for name in self.kept if self._place(name) is tier and name_is_first(name)]
+    def kept_in(self, tier: Tier, group: int = 0) -> Iterable[BlockHash]:
+        named = [(name, *group_and_hash(name)) for name in self.kept]
+        return [block_hash for name, number, block_hash in named if number == group and self._place(name) is tier]
 
-    def watch(self, watcher: TierWatcher) -> None:
-        self.watchers.append(watcher)
+    def watch(self, watcher: TierWatcher, group: int = 0) -> None:
+        self.watchers[group].append(watcher)
 
     def knows(self, block_hash: BlockHash, group: int = 0) -> bool:
         name = name_in(block_hash, group)
@@ -144,8 +146,9 @@ class FakeTiers:
     def _tell(self, name: bytes, *, is_kept: bool) -> None:
         tier = self._place(name)
         assert tier is not None
-        for watcher in self.watchers if name_is_first(name) else ():
-            (watcher.kept if is_kept else watcher.lost)(name, tier)
+        group, block_hash = group_and_hash(name)
+        for watcher in self.watchers[group]:
+            (watcher.kept if is_kept else watcher.lost)(block_hash, tier)
 
     def _names(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> list[bytes]:
         return [
@@ -164,6 +167,8 @@ class FakeTiers:
         return self._next_id
 
 
-def name_is_first(name: bytes) -> bool:
-    """Return whether a block is of the first group: its name has `prefix.HASH_BYTES` bytes, other names are longer."""
-    return len(name) == HASH_BYTES
+def group_and_hash(name: bytes) -> tuple[int, BlockHash]:
+    """Return the block that `name_in` calls so. Names of the first group have `prefix.HASH_BYTES` bytes."""
+    if len(name) == HASH_BYTES:
+        return 0, name
+    return int(name[: -HASH_BYTES - 1]), name[-HASH_BYTES:]

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.cluster.cached_blocks import CachedBlocks, FoundPrefix
-from baton.engine.core.block_log import BlockLog, BlocksCached, BlocksChanged, BlockUpdate, pack_names, unpack_names
+from baton.engine.core.block_log import (
+    BlockLog,
+    BlocksCached,
+    BlocksChanged,
+    BlockUpdate,
+    GroupLog,
+    pack_names,
+    unpack_names,
+)
 from baton.engine.core.kv.blocks import BlockPool
 from baton.engine.core.prefix import block_hashes
 from baton.engine.core.tiers import Tier
@@ -36,14 +44,15 @@ def true_places(engine: Harness) -> tuple[set[int], set[int], set[int]]:
 
 
 def test_what_was_stored_and_evicted_between_two_looks_is_no_news() -> None:
-    log = BlockLog([])
-    log.stored(HASHES[0])
-    log.evicted(HASHES[0])
+    group = GroupLog([])
+    log = BlockLog([group])
+    group.stored(HASHES[0])
+    group.evicted(HASHES[0])
     assert log.take() is None
-    log.stored(HASHES[1])
+    group.stored(HASHES[1])
     assert log.take() == BlocksChanged(1, pack_names(HASHES[1:2]))
-    log.evicted(HASHES[1])
-    log.stored(HASHES[1])
+    group.evicted(HASHES[1])
+    group.stored(HASHES[1])
     assert log.take() is None
 
 
@@ -52,7 +61,7 @@ def test_an_engine_that_nobody_asks_keeps_no_log() -> None:
     assert engine.tiers is not None
     engine.scheduler.groups[0].pool.register(engine.scheduler.groups[0].pool.allocate(1)[0], HASHES[0])
     engine.tiers.keep({HASHES[0]: [], HASHES[1]: []})
-    assert engine.tiers.watchers == []
+    assert not any(engine.tiers.watchers.values())
     log = engine.core.block_log()
     assert log is engine.core.block_log()
     assert log.take() is None
@@ -66,9 +75,10 @@ class TestMoves:
         self.pool = BlockPool(2)
         small = config(num_blocks=2)
         self.tiers = FakeTiers(Arenas(small, FakeRunner(small)))
-        self.log = BlockLog(self.pool.findable, self.tiers)
-        self.pool.watch(self.log)
-        self.tiers.watch(self.log)
+        group = GroupLog(self.pool.findable, self.tiers)
+        self.log = BlockLog([group])
+        self.pool.watch(group)
+        self.tiers.watch(group)
         self.packed = pack_names(HASHES[:1])
 
     def store(self) -> None:
@@ -116,13 +126,14 @@ class TestMoves:
     def test_what_an_earlier_process_left_is_in_the_first_snapshot(self) -> None:
         self.tiers.keep({HASHES[0]: [], HASHES[1]: []})
         self.tiers.demote(HASHES[1])
-        log = BlockLog(self.pool.findable, self.tiers)
+        log = BlockLog([GroupLog(self.pool.findable, self.tiers)])
         assert log.snapshot() == BlocksCached(0, b"", host=self.packed, disk=pack_names(HASHES[1:2]))
 
 
 def test_changes_must_be_taken_before_a_snapshot() -> None:
-    log = BlockLog([])
-    log.stored(HASHES[0])
+    group = GroupLog([])
+    log = BlockLog([group])
+    group.stored(HASHES[0])
     with pytest.raises(AssertionError, match="take changes"):
         log.snapshot()
 
@@ -163,12 +174,12 @@ def test_a_mirror_holds_no_more_than_the_engine_can() -> None:
 def test_a_mirror_holds_no_more_of_tiers_than_the_engine_has_slots() -> None:
     mirror, names = CachedBlocks(2, 3), [pack_names([block_hash]) for block_hash in HASHES]
     assert mirror.apply(BlocksCached(0, b"", host=names[0] + names[1], disk=names[2] + names[3]))
-    assert [len(place) for place in mirror.places] == [0, 2, 1]
+    assert [len(place) for place in mirror.places[0]] == [0, 2, 1]
     assert mirror.apply(BlocksChanged(1, stored=names[0], disk=names[3]))
     assert not mirror.apply(BlocksChanged(2, host=names[4]))
     assert len(mirror) == 0
     assert mirror.apply(BlocksCached(2, b"", host=names[4])), "a snapshot heals that, too"
-    assert mirror.find_behind(unpack_names(names[4]), 0) == FoundPrefix(0, 1, 0)
+    assert mirror.find(unpack_names(names[4])) == FoundPrefix(0, 1, 0)
 
 
 @pytest.mark.parametrize("before", ["stored", "host", "disk"])
@@ -178,7 +189,7 @@ def test_a_block_that_moves_is_in_one_place_of_a_mirror(before: str, after: str)
     mirror = CachedBlocks(1, 1)
     assert mirror.apply(BlocksCached(0, **{"stored": b"", before: packed}))
     assert mirror.apply(BlocksChanged(1, **{after: packed}))
-    where = dict(zip(("stored", "host", "disk"), mirror.places, strict=True))
+    where = dict(zip(("stored", "host", "disk"), mirror.places[0], strict=True))
     assert where == {"stored": set(), "host": set(), "disk": set()} | ({} if after == "evicted" else {after: {block}})
 
 
@@ -187,9 +198,9 @@ def test_behind_the_pool_a_prefix_goes_on_in_tiers_up_to_the_first_gap() -> None
     mirror.apply(BlocksCached(0, names[0] + names[1], names[2] + names[4], names[3] + names[6]))
     prompt = unpack_names(b"".join(names))
     assert mirror.count_prefix(prompt) == 2
-    assert mirror.find_behind(prompt, 2) == FoundPrefix(2, 2, 1)
-    assert mirror.find_behind(prompt[5:], 0) == FoundPrefix()
-    assert names_of(HASHES[2:3]).pop() not in mirror, "a block in a tier is not in the pool"
+    assert mirror.find(prompt) == FoundPrefix(2, 2, 1)
+    assert mirror.find(prompt[5:]) == FoundPrefix()
+    assert mirror.count_present(prompt) == 2, "a hand-off ignores tiers"
 
 
 def test_a_prefix_ends_at_the_first_block_that_is_missing() -> None:
@@ -269,4 +280,4 @@ def test_after_any_run_a_mirror_is_the_truth(
     engine.run_to_the_end()
     tell()
     assert [mirror.number for mirror in mirrors] == [log.number] * len(mirrors)
-    assert all(mirror.places == true_places(engine) for mirror in mirrors)
+    assert all(mirror.places == [true_places(engine)] for mirror in mirrors)
