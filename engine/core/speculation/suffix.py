@@ -1,7 +1,8 @@
 """Suffix decoding: guesses from the request's own text and from recent answers of the engine, the longest match first.
 
     own text          prediction, prompt, answer so far
-    recent answers    of requests with the same salt, in batches: the newest batch grows, the oldest is dropped
+    recent answers    of requests with the same salt, in batches: the newest batch grows, the oldest is dropped, of a
+                      salt that has more than its share first
 
 The request's last tokens are searched for in each of these texts. The longest match wins; of equal ones, that in the
 own text, then that in the newest answers. The number of guesses grows with the match: a match of L tokens allows
@@ -145,7 +146,7 @@ class RecentAnswers:
         self.num_answers += 1
         self.num_tokens += len(batch.index) - before
         while self.num_tokens > RECENT_TOKENS or self.num_answers > self._max_answers:
-            self._drop_oldest()
+            self._drop(self._to_drop(salt))
 
     def _newest(self, salt: str, num_tokens: int) -> _AnswerBatch:
         """Return the batch for the next answer, which has `num_tokens` tokens."""
@@ -159,15 +160,23 @@ class RecentAnswers:
         self._by_age.append(batch)
         return batch
 
-    def _drop_oldest(self) -> None:
-        """Drop the batch that began first, with its answers."""
-        oldest = self._by_age.popleft()
-        batches = self._by_salt[oldest.salt]
+    def _to_drop(self, salt: str) -> _AnswerBatch:
+        """Return the oldest batch of the salt whose answers come, if it has more than its share; else that of all."""
+        batches, num_salts = self._by_salt[salt], len(self._by_salt)
+        num_tokens = sum(len(batch.index) for batch in batches)
+        num_answers = sum(batch.num_answers for batch in batches)
+        is_over = num_tokens * num_salts > RECENT_TOKENS or num_answers * num_salts > self._max_answers
+        return batches[-1] if is_over and len(batches) > 1 else self._by_age[0]
+
+    def _drop(self, batch: _AnswerBatch) -> None:
+        """Drop the oldest batch of a salt, with its answers."""
+        self._by_age.remove(batch)
+        batches = self._by_salt[batch.salt]
         batches.pop()
         if not batches:
-            del self._by_salt[oldest.salt]
-        self.num_tokens -= len(oldest.index)
-        self.num_answers -= oldest.num_answers
+            del self._by_salt[batch.salt]
+        self.num_tokens -= len(batch.index)
+        self.num_answers -= batch.num_answers
 
 
 class _AnswerBatch:

@@ -220,6 +220,20 @@ def test_recent_answers_are_bounded_in_number_and_tokens() -> None:
     assert drafter.recent.num_answers < 80
 
 
+@pytest.mark.parametrize("num_quiet", [1, 3])
+def test_a_busy_salt_takes_no_others_place_once_it_has_its_share(num_quiet: int) -> None:
+    drafter, draw = suffix(cached=16), random.Random(0)
+    quiet = [[draw.randrange(10_000) for _ in range(50)] for _ in range(num_quiet)]
+    for number, answer in enumerate(quiet):
+        drafter.learn(answer, f"quiet {number}")
+    for _ in range(100):
+        drafter.learn([draw.randrange(10_000) for _ in range(50)], "busy")
+        assert drafter.recent.num_answers <= 16
+    for number, answer in enumerate(quiet):
+        drafter.start(DraftedRequest(str(number), answer[:10], cache_salt=f"quiet {number}"))
+        assert drafter.propose(str(number), 5) == answer[10:15]
+
+
 def test_no_answers_are_kept_where_none_are_asked_for() -> None:
     drafter = suffix(cached=0)
     drafter.start(DraftedRequest("a", [1], [5, 6, 7]))
