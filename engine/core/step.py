@@ -140,6 +140,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     reads_from: int | None = None
 
     @property
+    def reads_late(self) -> bool:
+        """True if a draft model reads tokens of earlier steps, and makes no guesses."""
+        return self.reads_from is not None and not self.num_guesses
+
+    @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
 

@@ -17,6 +17,17 @@ import torch
 
 from .tiny_shapes import DIFFERENCES, ROPES, SHAPE
 
+STATEFUL = (  # those with recurrent states
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "kimi_linear",
+    "olmo_hybrid",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "nemotron_h",
+)
 ARCHITECTURES = (
     "llama",
     "mistral",

@@ -228,7 +228,7 @@ class Scheduler:
                 num_prompt_tokens,
                 seconds,
                 plan.num_guesses,
-                reads_late=plan.reads_from is not None and not plan.num_guesses,
+                reads_late=plan.reads_late,
             )
         if len(self.requests) != num_live:
             self.running.remove_ended()

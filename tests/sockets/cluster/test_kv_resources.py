@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,58 +37,46 @@ def share(rank: int) -> tuple[ArenaRegion, np.ndarray]:
     return ArenaRegion(memory.ctypes.data, NUM_BLOCKS, "cpu", LAYOUT, rank, 1), memory
 
 
-def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_path: Path) -> None:
-    """The transfers' thread uses the socket to which the other rank connected, and must end before that is closed."""
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "a file").touch()
-    tiers = {"disk_path": str(tmp_path / "a file"), "disk_bytes": 1 << 20}
-    spec = load_spec(
-        {
-            "model": str(tmp_path),
-            "engine": {"tensor_parallel_size": 2},
-            "fleets": {"prefill": {"kv_tiers": tiers}, "decode": {}},
-        }
-    )
+@contextlib.contextmanager
+def two_ranks(folder: Path, fleets: dict[str, Any]) -> Iterator[tuple[KVResources, str, CacheRegion]]:
+    """Yield the resources of a prefill rank that a second one has joined, the address that it joined, and a region."""
+    (folder / "config.json").write_text("{}")
+    spec = load_spec({"model": str(folder), "engine": {"tensor_parallel_size": 2}, "fleets": fleets})
     launch = EngineLaunch(spec, Role.PREFILL, "prefill-0", "app", ClusterKey.generate())
     resources = KVResources(launch, LocalEngine("prefill-0", 1, "127.0.0.1", launch.key))
-    endpoints = resources.open_sockets()
+    reads = resources.open_sockets().reads
     (own, _own_memory), (other, _other_memory) = share(0), share(1)
-    member = join_tp_read_group(
-        CacheRegion.of(other), GroupRank(1, 2, launch.key), leader=endpoints.reads, engine_id="prefill-0"
-    )
+    rank = GroupRank(1, 2, launch.key)
+    member = join_tp_read_group(CacheRegion.of(other), rank, leader=reads, engine_id="prefill-0")
     try:
-        resources.connect(CacheRegion.of(own))
-        with pytest.raises(TierRefused, match=r"kv_tiers\.disk_path: .*a file"):
-            resources.open_tiers(CacheRegion.of(own))
-        resources.abandon()
+        yield resources, reads, CacheRegion.of(own)
     finally:
         member.close()
+
+
+def test_tiers_that_are_refused_end_the_hand_offs_that_were_open_already(tmp_path: Path) -> None:
+    """The transfers' thread uses the socket to which the other rank connected, and must end before that is closed."""
+    (tmp_path / "a file").touch()
+    tiers = {"disk_path": str(tmp_path / "a file"), "disk_bytes": 1 << 20}
+    with two_ranks(tmp_path, {"prefill": {"kv_tiers": tiers}, "decode": {}}) as (resources, _, own):
+        resources.connect(own)
+        with pytest.raises(TierRefused, match=r"kv_tiers\.disk_path: .*a file"):
+            resources.open_tiers(own)
+        resources.abandon()
     assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_sockets_stay_open_while_a_thread_that_hangs_may_use_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    engine = {"tensor_parallel_size": 2}
-    spec = load_spec({"model": str(tmp_path), "engine": engine, "fleets": {"prefill": {}, "decode": {}}})
-    launch = EngineLaunch(spec, Role.PREFILL, "prefill-0", "app", ClusterKey.generate())
-    resources = KVResources(launch, LocalEngine("prefill-0", 1, "127.0.0.1", launch.key))
-    endpoints = resources.open_sockets()
-    (own, _own_memory), (other, _other_memory) = share(0), share(1)
-    member = join_tp_read_group(
-        CacheRegion.of(other), GroupRank(1, 2, launch.key), leader=endpoints.reads, engine_id="prefill-0"
-    )
-    try:
-        resources.connect(CacheRegion.of(own))
+    with two_ranks(tmp_path, {"prefill": {}, "decode": {}}) as (resources, reads, own):
+        resources.connect(own)
         with monkeypatch.context() as hanging:
             hanging.setattr(OwnerThread, "ends_within", lambda thread, timeout_s: False)
             assert not resources.close()
             resources.abandon()
-            socket.create_connection(split_endpoint(endpoints.reads.removeprefix("tcp://"))).close()
+            socket.create_connection(split_endpoint(reads.removeprefix("tcp://"))).close()
         assert resources.close()
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(split_endpoint(endpoints.reads.removeprefix("tcp://")))
-    finally:
-        member.close()
+            socket.create_connection(split_endpoint(reads.removeprefix("tcp://")))
     assert "baton-transfer" not in {thread.name for thread in threading.enumerate()}

@@ -148,12 +148,17 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_without_a_fault_blocks_are_mapped(pair: Pair) -> None:
+def check_lane(pair: Pair, transport: str) -> None:
+    """Open both ends, read all blocks, and check which way they went."""
     pair.open(pair.theirs, "holder")
     pair.open(pair.ours, "reader")
     lane = pair.read_all()
     assert lane is not None
-    assert lane.transport == "cuda_ipc"
+    assert lane.transport == transport
+
+
+def test_without_a_fault_blocks_are_mapped(pair: Pair) -> None:
+    check_lane(pair, "cuda_ipc")
 
 
 @pytest.mark.parametrize(("end", "who"), [("holder", "it"), ("reader", "this engine")])
@@ -177,11 +182,7 @@ def test_a_handle_of_a_dead_process_or_of_another_container(
     error: str, pair: Pair, gpu_driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu_driver.refusal = error
-    pair.open(pair.theirs, "holder")
-    pair.open(pair.ours, "reader")
-    lane = pair.read_all()
-    assert lane is not None
-    assert lane.transport == "nixl/UCX"
+    check_lane(pair, "nixl/UCX")
     (told,) = warnings(caplog)
     assert (
         f"not directly: its memory cannot be mapped (cuIpcOpenMemHandle_v2 gave {error}): its process has ended" in told
@@ -194,11 +195,7 @@ def test_a_device_that_the_other_end_numbers_otherwise(
 ) -> None:
     """As `CUDA_VISIBLE_DEVICES` may do: a handle opens memory, but not the peer's."""
     gpu_driver.opens_other_memory = True
-    pair.open(pair.theirs, "holder")
-    pair.open(pair.ours, "reader")
-    lane = pair.read_all()
-    assert lane is not None
-    assert lane.transport == "nixl/UCX"
+    check_lane(pair, "nixl/UCX")
     mismatch, at_pairing = warnings(caplog)
     assert mismatch == "the memory mapped through CUDA IPC is not that of holder: CUDA IPC is not used for it"
     assert "cuda_ipc does not work, nixl/UCX" in at_pairing

@@ -123,11 +123,11 @@ def check_guesses(
 
 def check_handed_over(
     plain: LLM, args: dict[str, Any], prompts: Sequence[list[int]], params: SamplingParams
-) -> tuple[SpeculationStats, SpeculationStats]:
-    """Check that a prefill and a decode engine, both with drafts, answer as one engine without drafts.
+) -> SpeculationStats:
+    """Check that a prefill and a decode engine, of which the second has drafts, answer as one engine without.
 
-    The decode engine also continues the second halves of these answers, as if another engine had been lost. Return the
-    statistics of the prefill engine, and of the decode engine before that.
+    The decode engine also continues the second halves of these answers, as if another engine had been lost. Return its
+    statistics before that.
     """
     room = Room()
     prefill, decode = (build_engine(EngineConfig.from_args(args), room.connect).core for _ in range(2))
@@ -144,7 +144,9 @@ def check_handed_over(
     after = decode.stats().speculation
     assert after is not None
     assert after.num_draft_tokens > here.num_draft_tokens
-    return there, here
+    assert there.num_drafts == 0
+    assert here.num_drafts > 20
+    return here
 
 
 def requests_of(prompts: Sequence[list[int]], params: SamplingParams) -> list[EngineRequest]:

@@ -83,7 +83,7 @@ def test_answers_are_those_without_draft_layers(
 def test_requests_that_were_handed_over_have_drafts_behind_their_first_step(
     make: Callable[..., LLM], folder: Path
 ) -> None:
-    _, here = check_handed_over(make(), {"model": str(folder), **SMALL, "speculative_config": MTP}, PROMPTS, HOT)
+    here = check_handed_over(make(), {"model": str(folder), **SMALL, "speculative_config": MTP}, PROMPTS, HOT)
     assert all(here.num_accepted_per_pos)
 
 

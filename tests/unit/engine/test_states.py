@@ -25,7 +25,7 @@ from baton.engine.worker.runner import ModelRunner
 from baton.engine.worker.tables import CacheArenas
 from baton.kernels.state_batch import LEAST_CUT
 
-from ...helpers.checkpoints import edit_config, make_model, write_checkpoint
+from ...helpers.checkpoints import STATEFUL, edit_config, make_model, write_checkpoint
 from ...helpers.kv_memory import allocate_kv
 from ...helpers.paged import random_tokens, reference_greedy
 from .small_engines import LIMITS, answers, backend_of, hybrid_config, warmed_up_arenas
@@ -34,16 +34,7 @@ pytestmark = pytest.mark.exhaustive
 
 CAPTURED_TOKENS = 0  # of the largest mixed step with a graph
 CHECKPOINTS = 32  # tokens apart, so that short sequences have several
-HYBRIDS = [
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "kimi_linear",
-    "olmo_hybrid",
-    "bamba",
-    "falcon_h1",
-    "granitemoehybrid",
-    "nemotron_h",
-]
+HYBRIDS = [name for name in STATEFUL if name != "qwen3_5_text"]  # which other tests here have
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from baton.engine.hf_config.rope import NO_ROPE, Rope
 from baton.engine.layers.recurrent import part_of
 from baton.engine.models import load_config, load_model
 
-from ...helpers.checkpoints import make_model, write_checkpoint
+from ...helpers.checkpoints import STATEFUL, make_model, write_checkpoint
 from ...helpers.paged import PagedRun, chunked_logprobs, random_tokens, reference_logprobs
 from ...helpers.tiny_shapes import ROPES
 from .parity_pairs import RECURRENT_TOLERANCE, TOLERANCE, Pair, assert_close
@@ -90,20 +90,7 @@ def test_a_wrong_part_of_mamba_would_show(variant: str, change: dict[str, Any], 
     assert (other - reference_logprobs(reference, tokens)).abs().max().item() > 20 * RECURRENT_TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-        "qwen3_next",
-        "kimi_linear",
-        "olmo_hybrid",
-        "bamba",
-        "falcon_h1",
-        "granitemoehybrid",
-        "nemotron_h",
-    ],
-)
+@pytest.mark.parametrize("variant", STATEFUL)
 @pytest.mark.parametrize("part", [0, 1], ids=["convolution", "state"])
 def test_a_state_lost_between_chunks_would_show(variant: str, part: int, pair: Callable[..., Pair]) -> None:
     model, reference = pair(variant)
