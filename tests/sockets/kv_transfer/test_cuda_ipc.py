@@ -1,7 +1,8 @@
-"""Reads between processes of one GPU: the right bytes, a dead holder, invalid handles."""
+"""Reads between processes of one GPU: the right bytes, a dead holder, invalid handles, a holder in a container."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ LAYOUT = KVLayout(model="small", num_layers=4, num_kv_heads=2, head_dim=64, dtyp
 NUM_BLOCKS = 600  # 39 MB: two long ranges, or many short ones
 SIZE = NUM_BLOCKS * LAYOUT.block_bytes
 PATIENCE_S = 60.0
+CLONE_NEWIPC = 0x08000000  # of <linux/sched.h>
 
 
 def region_of(memory: torch.Tensor) -> CacheRegion:
@@ -37,14 +39,25 @@ def region_of(memory: torch.Tensor) -> CacheRegion:
     )
 
 
-def hold(conn: Connection, over_network_too: bool) -> None:
+@dataclasses.dataclass(frozen=True)
+class Ways:
+    """Options of a holder: the ways to read it, and where it runs."""
+
+    over_network_too: bool = False
+    in_another_ipc_namespace: bool = False  # as a container is that does not share the host's
+
+
+def hold(conn: Connection, ways: Ways) -> None:
     """Offer memory in which every block is filled with its number, until a message comes."""
     import torch
 
+    if ways.in_another_ipc_namespace and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWIPC) != 0:
+        conn.send(None)  # not allowed to
+        return
     memory = torch.arange(NUM_BLOCKS, dtype=torch.int32, device="cuda:0").repeat_interleave(LAYOUT.block_bytes // 4)
     region = region_of(memory)
     transport: Transport
-    if over_network_too:
+    if ways.over_network_too:
         transport = open_transport(TransferSettings(), region, "holder")
     else:
         transport = CudaIpcTransport(region, "holder")
@@ -66,15 +79,18 @@ class Holder:
         self.process.join(PATIENCE_S)
 
 
-@pytest.fixture(params=[False])
+@pytest.fixture(params=[Ways()])
 def holder(request: pytest.FixtureRequest) -> Iterator[Holder]:
-    """A process that holds blocks; with True it can also be read over the network."""
+    """A process that holds blocks."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=hold, args=(theirs, request.param), daemon=True)
     process.start()
     assert ours.poll(PATIENCE_S)
-    yield Holder(process, ours, ours.recv())
+    metadata = ours.recv()
+    if metadata is None:
+        pytest.skip("a namespace of its own needs root")
+    yield Holder(process, ours, metadata)
     if process.is_alive():
         ours.send("end")
     process.join(PATIENCE_S)
@@ -218,7 +234,7 @@ def test_memory_without_the_peers_nonce_is_not_read(holder: Holder, reader: Cuda
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("holder", [True], indirect=True, ids=["both ways"])
+@pytest.mark.parametrize("holder", [Ways(over_network_too=True)], indirect=True, ids=["both ways"])
 def test_cuda_ipc_is_chosen_over_the_network_on_one_gpu(holder: Holder, memory: torch.Tensor) -> None:
     reader = open_transport(TransferSettings(), region_of(memory), "reader")
     peer = connect(reader, holder.metadata)
@@ -227,6 +243,27 @@ def test_cuda_ipc_is_chosen_over_the_network_on_one_gpu(holder: Holder, memory: 
     lane = reader.lane(peer)
     assert lane is not None
     assert lane.transport == "cuda_ipc"
+    read = reader.read(peer, [block(3, 4)])
+    assert finish(reader, read) is ReadState.DONE
+    assert numbers(memory)[3:6] == [-1, 3, -1]
+    assert reader.release(read)
+    reader.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "holder", [Ways(over_network_too=True, in_another_ipc_namespace=True)], indirect=True, ids=["another namespace"]
+)
+def test_a_holder_in_another_ipc_namespace_is_read(
+    holder: Holder, memory: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        reader = open_transport(TransferSettings(), region_of(memory), "reader")
+        peer = connect(reader, holder.metadata)
+    assert reader.peer_state(peer) is PeerState.CONNECTED
+    lane = reader.lane(peer)
+    assert lane is not None
+    assert lane.transport == "cuda_ipc" or "not directly: " in caplog.text  # the other way, and why
     read = reader.read(peer, [block(3, 4)])
     assert finish(reader, read) is ReadState.DONE
     assert numbers(memory)[3:6] == [-1, 3, -1]
