@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from site import getsitepackages
+from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 FOLDERS = ("cluster", "engine", "kernels", "kv_transfer")
@@ -35,17 +36,22 @@ def find_missing(names: Iterable[str]) -> list[str]:
     return missing
 
 
+def project() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    return table
+
+
 def requirements() -> Iterator[str]:
     """Yield the names of the packages that Baton imports."""
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    for requirement in project["dependencies"]:
+    for requirement in project()["dependencies"]:
         yield re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
 def make(folder: Path) -> None:
     """Create the environment, with a `baton` command in it."""
     packages = folder / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-    if packages.exists() and any(each.name != PATHS for each in packages.iterdir()):
+    metadata = packages / f"baton-{project()['version']}.dist-info"
+    if packages.exists() and any(each.name not in (PATHS, metadata.name) for each in packages.iterdir()):
         sys.exit(f"{folder} has packages of its own, which the tests can use without OFFLINE=1; or remove it")
     venv.EnvBuilder(with_pip=False).create(folder)
     namespace = CHECKOUT / "build/namespace"
@@ -57,6 +63,8 @@ def make(folder: Path) -> None:
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(Path(each).absolute()) for each in (*given, *getsitepackages()) if each]
     (packages / PATHS).write_text("\n".join([str(namespace), *paths]) + "\n")
+    metadata.mkdir(exist_ok=True)  # with which Baton finds its version
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: baton\nVersion: {project()['version']}\n")
     command = folder / "bin/baton"
     python = folder.absolute() / "bin/python"
     command.write_text(f"#!{python}\nimport sys\n\nfrom baton.cluster.cli.main import main\n\nsys.exit(main())\n")

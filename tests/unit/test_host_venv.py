@@ -20,8 +20,12 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 def test_it_finds_this_checkout_and_the_hosts_packages_and_installs_nothing(tmp_path: Path) -> None:
     made = run(sys.executable, TOOL, tmp_path / "venv")
     assert made.returncode == 0, made.stderr
-    asked = "import baton.kernels, msgspec; print(baton.kernels.__file__); print(msgspec.__file__)"
-    ours, theirs = run(tmp_path / "venv/bin/python", "-c", asked).stdout.split()
+    asked = """
+import importlib.metadata, baton.kernels, msgspec
+print(baton.kernels.__file__, msgspec.__file__, importlib.metadata.distribution("baton").locate_file(""))
+"""
+    ours, theirs, metadata = run(tmp_path / "venv/bin/python", "-P", "-c", asked).stdout.split()
+    assert Path(metadata).is_relative_to(tmp_path), "a host has no Baton of its own"
     assert Path(ours).resolve() == ROOT / "kernels/__init__.py"
     assert not Path(theirs).is_relative_to(tmp_path)
     (command,) = (tmp_path / "venv/bin").glob("baton")

@@ -219,16 +219,15 @@ def test_random_lengths_never_run_out_of_memory_and_compile_nothing(
     make: Callable[..., LLM], tmp_path: Path, config: dict[str, Any]
 ) -> None:
     llm = make(tmp_path, config, kv_cache_memory_bytes=None, gpu_memory_utilization=0.8, max_num_batched_tokens=8192)
-    free, total = torch.cuda.mem_get_info()
-    assert (total - free) / total < 0.82
+    total = torch.cuda.mem_get_info()[1]
+    assert torch.cuda.memory_reserved() / total < 0.82  # tests of other processes may use the GPU, too
     rng = random.Random(1)
     for _ in range(6):
         lens = [int(2 ** rng.uniform(0, 11.9)) for _ in range(rng.randint(1, 200))]
         controls = rng.choice([PLAIN, EVERYTHING, {"temperature": 0.0, "logprobs": 5, "prompt_logprobs": 3}])
         tokens(llm, lens, max_tokens=rng.randint(controls.get("min_tokens", 1), 60), **controls)
     assert llm.engine.core.stats().num_late_compilations == 0
-    free, total = torch.cuda.mem_get_info()
-    assert (total - free) / total < 0.82
+    assert torch.cuda.memory_reserved() / total < 0.82
 
 
 def test_an_engine_counts_no_kernels_that_were_compiled_before_it_was_ready(
