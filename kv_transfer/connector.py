@@ -26,7 +26,8 @@ from .group.rpc import GroupSocket
 from .group.tp_read_group import TpReadGroup, gather
 from .handoff.coordinator import HandoffCoordinator
 from .lease_clock import ahead_of_monotonic_s, lease_now
-from .protocol.messages import TICKET_VERSION, LeaseKey, Ticket, runs_of
+from .protocol.block_runs import encode_runs
+from .protocol.messages import TICKET_VERSION, LeaseKey, Ticket
 from .protocol.stats import TransferStats
 from .settings import LocalEngine, PeerInfo, TransferSettings
 from .threads import ChannelThread
@@ -106,7 +107,7 @@ class TransferConnector(GrowingConnector):
             lease_s=self._settings.lease_s,
             digest=self._settings.digest,
             num_ready=num_ready,
-            runs=runs_of(block_ids),
+            runs=encode_runs(block_ids),
         )
         blocks = list(block_ids)
         self._enqueue(lambda handoff: handoff.offer(lease, blocks, num_ready))

@@ -14,6 +14,8 @@ and part of the state, unless both sides keep the same heads.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ from baton.engine.core.layout import KVLayout, StateLayout
 from baton.engine.core.regions import CacheRegion
 
 from .errors import TransportError
+from .protocol.block_runs import BlockNumbers
 from .transports import ByteRange, RangeTable
 
 
@@ -34,7 +37,8 @@ class AssignedHeads(NamedTuple):
     heads: range  # numbered as in the model
 
 
-class HeadSlice(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class HeadSlice:
     """The byte offsets of some heads in the holder's share of a block and in ours."""
 
     remote_block: int  # bytes from one block to the next, at the holder
@@ -46,7 +50,12 @@ class HeadSlice(NamedTuple):
         """Bytes to read for one block."""
         return sum(piece.num_bytes for piece in self.pieces)
 
-    @property
+    @functools.cached_property
+    def table(self) -> RangeTable:
+        """The pieces as rows."""
+        return np.array(self.pieces, dtype=np.int64)
+
+    @functools.cached_property
     def is_whole(self) -> bool:
         """True if these heads fill the share of a block on both sides, so that neighbouring blocks have no gap."""
         return len(self.pieces) == 1 and self.pieces[0].num_bytes == self.remote_block == self.local_block
@@ -83,8 +92,8 @@ def slice_heads(layout: KVLayout | StateLayout, heads: range, remote: range, loc
 
 
 def block_ranges(
-    source_blocks: Sequence[int],
-    local_blocks: Sequence[int],
+    source_blocks: Sequence[int] | BlockNumbers,
+    local_blocks: Sequence[int] | BlockNumbers,
     piece: HeadSlice,
     remote_start: int = 0,
     local_start: int = 0,
@@ -97,24 +106,27 @@ def block_ranges(
     sources, locals_ = (np.asarray(blocks, dtype=np.int64) for blocks in (source_blocks, local_blocks))
     if len(sources) != len(locals_):
         raise ValueError(f"{len(sources)} blocks of the holder, {len(locals_)} of ours")
-    counts = np.ones_like(sources)
+    counts: BlockNumbers | int = 1
     if piece.is_whole and len(sources) > 1:
-        goes_on = (np.diff(sources) == 1) & (np.diff(locals_) == 1)  # it follows the previous block on both sides
-        first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
-        counts = np.diff(np.append(first, len(sources)))
-        sources, locals_ = sources[first], locals_[first]
-    offsets = np.array(piece.pieces, dtype=np.int64)
-    remote = sources[:, None] * piece.remote_block + (offsets[:, 0] + remote_start)
-    local = locals_[:, None] * piece.local_block + (offsets[:, 1] + local_start)
-    return np.stack((remote, local, counts[:, None] * offsets[:, 2]), axis=-1).reshape(-1, 3)
+        goes_on = (sources[1:] == sources[:-1] + 1) & (locals_[1:] == locals_[:-1] + 1)  # the previous, on both sides
+        if goes_on.any():
+            first = np.flatnonzero(np.concatenate(((True,), ~goes_on)))
+            counts = (np.concatenate((first[1:], (len(sources),))) - first)[:, None]
+            sources, locals_ = sources[first], locals_[first]
+    pieces = piece.table
+    ranges = np.empty((3, len(sources), len(pieces)), dtype=np.int64)  # so that each column is contiguous
+    np.add((sources * piece.remote_block)[:, None], pieces[:, 0] + remote_start, out=ranges[0])
+    np.add((locals_ * piece.local_block)[:, None], pieces[:, 1] + local_start, out=ranges[1])
+    np.multiply(counts, pieces[:, 2], out=ranges[2])
+    return ranges.reshape(3, -1).T
 
 
-def arenas_of(firsts: Sequence[int], blocks: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+def arenas_of(firsts: Sequence[int], blocks: Sequence[int] | BlockNumbers) -> NDArray[np.int64]:
     """Return for each block the index of its arena, given the first block of each arena."""
     return np.searchsorted(np.asarray(firsts), np.asarray(blocks, dtype=np.int64), side="right") - 1
 
 
-def bytes_of(region: CacheRegion, blocks: Sequence[int]) -> NDArray[np.int64]:
+def bytes_of(region: CacheRegion, blocks: Sequence[int] | BlockNumbers) -> NDArray[np.int64]:
     """Return the size in bytes of this rank's share of each of these blocks."""
     sizes = np.array([arena.block_bytes for arena in region.arenas])
     return sizes[arenas_of(region.first_blocks, blocks)]

@@ -105,12 +105,6 @@ class CacheRegion(msgspec.Struct, frozen=True):
             if group.window is not None or group.kind is CacheKind.STATE
         )
 
-    def num_in_first(self, blocks: Sequence[int]) -> int:
-        """Return how many of these blocks belong to the first group."""
-        if len(self.arenas) == 1:
-            return len(blocks)
-        return sum(block < self.arenas[0].num_blocks for block in blocks)
-
     @property
     def block_size(self) -> int:
         """Tokens in a block of the first group."""

@@ -26,9 +26,11 @@ from ..block_copies import device_blocks
 from ..codec import BlockNumber, Id
 from ..descriptors import HeadSlice, arenas_of, assign_heads, block_ranges, slice_heads
 from ..errors import MalformedMessage, TransportError
+from ..protocol.block_runs import BlockNumbers
 from ..transports import Lane, PeerHandle, PeerState, RangeTable, ReadHandle, ReadState, Transport, slowest
 from .rpc import MAX_RANKS
 
+Blocks = Sequence[int] | BlockNumbers
 State = TypeVar("State", PeerState, ReadState)
 
 # From best to worst. The state of a peer or read is the worst among its parts.
@@ -192,7 +194,7 @@ class RankReader:
         for source in self._peers.pop(peer):
             self._transport.remove_peer(source.peer)
 
-    def read(self, read: ReadHandle, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+    def read(self, read: ReadHandle, peer: PeerHandle, source_blocks: Blocks, blocks: Blocks) -> None:
         """Begin to read the peer's `source_blocks` into as many `blocks` of ours."""
         entry = self._reads[read] = _GroupRead([])
         for source in self._peers[peer]:
@@ -207,14 +209,14 @@ class RankReader:
             self.num_bytes += int(ranges[:, 2].sum())
             self.num_descriptors += len(ranges)
 
-    def _ranges(self, source: _RankSource, source_blocks: Sequence[int], blocks: Sequence[int]) -> RangeTable:
+    def _ranges(self, source: _RankSource, source_blocks: Blocks, blocks: Blocks) -> RangeTable:
         """Return the byte ranges of these blocks in one rank's memory and in ours.
 
         Raises `TransportError` if a block of one cache group would be read into a block of another.
         """
         if len(self.region.arenas) == 1:
             tables = [block_ranges(source_blocks, blocks, share.slice) for share in source.shares[0]]
-            return np.concatenate(tables)
+            return tables[0] if len(tables) == 1 else np.concatenate(tables)
         theirs, ours = np.asarray(source_blocks, dtype=np.int64), np.asarray(blocks, dtype=np.int64)
         their_firsts = first_blocks([place.num_blocks for place in source.places])
         groups = arenas_of(self._first_blocks, ours)

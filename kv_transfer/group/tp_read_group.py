@@ -21,6 +21,7 @@ from baton.engine.core.layout import UnevenHeads
 
 from ..channel import Channel
 from ..errors import RankLost, TransportError
+from ..protocol.block_runs import BlockNumbers
 from ..protocol.messages import MAX_METADATA_BYTES
 from ..transports import Lane, PeerHandle, PeerState, ReadHandle, ReadState, slowest
 from .rank_reader import RankMemory, RankReader, group_metadata, worst
@@ -86,9 +87,9 @@ class RemoteRank:
         self._lanes.pop(peer, None)
         self._send(RemovePeer(peer))
 
-    def read(self, read: ReadHandle, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+    def read(self, read: ReadHandle, peer: PeerHandle, source_blocks: BlockNumbers, blocks: BlockNumbers) -> None:
         self._reads[read] = ReadReport(read, ReadState.RUNNING, "", False, 0, 0)
-        self._send(StartRead(read, peer, list(source_blocks), list(blocks)))
+        self._send(StartRead(read, peer, source_blocks.tolist(), blocks.tolist()))
 
     def poll(self, read: ReadHandle) -> ReadState:
         return self._reads[read].state
@@ -214,7 +215,7 @@ class TpReadGroup:
         for rank in self._ranks:
             rank.remove_peer(peer)
 
-    def read(self, peer: PeerHandle, source_blocks: Sequence[int], blocks: Sequence[int]) -> ReadHandle:
+    def read(self, peer: PeerHandle, source_blocks: BlockNumbers, blocks: BlockNumbers) -> ReadHandle:
         """Begin to read the peer's `source_blocks` into as many `blocks` of ours."""
         read = next(self._handles)
         for rank in reversed(self._ranks):  # send the orders first: our own read may copy before it returns

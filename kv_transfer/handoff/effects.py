@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from baton.engine.core.connector import (
     BlocksReleased,
     ConnectorEvent,
@@ -85,7 +87,8 @@ class Effects:
         known, wanted = self._receives[action.receive], slice(action.start, action.stop)
         if action.receive not in self._reads:
             self._begin_read(known)
-        self._reads.extend(known.id, known.source_blocks[wanted], known.block_ids[wanted])
+        blocks = np.array(known.block_ids[wanted], dtype=np.int64)
+        self._reads.extend(known.id, known.source_blocks[wanted], blocks)
         self.read_started_at = self._clock()
 
     def _begin_read(self, receive: Receive) -> None:

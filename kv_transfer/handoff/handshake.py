@@ -72,7 +72,7 @@ class PairingTerms:
                 f"the ticket offers {ticket.num_blocks} blocks; from block {first_block} on that is {wanted},"
                 f" but {len(block_ids)} are to be filled"
             )
-        if any(not 0 <= block < self.num_blocks for block in block_ids):
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
             raise MalformedMessage(f"a block to be filled is outside this engine's {self.num_blocks}")
 
 

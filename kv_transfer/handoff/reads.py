@@ -25,6 +25,7 @@ from baton.engine.core.pace import Line, LineFit
 from ..descriptors import bytes_of
 from ..group.read_messages import MAX_ORDER_BLOCKS
 from ..group.tp_read_group import TpReadGroup
+from ..protocol.block_runs import BlockNumbers
 from ..transports import PeerHandle, ReadHandle, ReadState
 from ..transports.common import PROBE_BYTES
 
@@ -119,8 +120,8 @@ class ReadPace:
 
 
 class _Batch(NamedTuple):
-    source_blocks: Sequence[int]
-    blocks: Sequence[int]
+    source_blocks: BlockNumbers
+    blocks: BlockNumbers
 
 
 @dataclasses.dataclass(slots=True)
@@ -216,7 +217,7 @@ class BlockReads:
         """Begin a read of `num_blocks` blocks. Batches start once `extend` says that blocks are written."""
         self._entries[receive] = _BlockRead(receive, peer, num_blocks)
 
-    def extend(self, receive: TransferId, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+    def extend(self, receive: TransferId, source_blocks: BlockNumbers, blocks: BlockNumbers) -> None:
         """Queue blocks that are written and may be read now."""
         entry = self._entries[receive]
         for at, stop in self._batches(entry.peer, blocks):
@@ -240,13 +241,19 @@ class BlockReads:
         self._ended.clear()
         return events
 
-    def _batches(self, peer: PeerHandle, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _batches(self, peer: PeerHandle, blocks: BlockNumbers) -> Iterator[tuple[int, int]]:
         """Cut blocks into batches. Yields start and stop of each in the list."""
         lane = self._group.lane(peer)
         in_time = 0.0 if lane is None or lane.bytes_per_s is None else BATCH_S * lane.bytes_per_s
         most_bytes = max(self._batch_bytes, int(in_time))
-        ends = np.cumsum(bytes_of(self._group.region, blocks))
         at = 0
+        if len(self._group.region.arenas) == 1:  # all blocks have one size
+            size = min(max(1, most_bytes // self._group.block_bytes), MAX_ORDER_BLOCKS)
+            while at < len(blocks):
+                yield at, min(at + size, len(blocks))
+                at += size
+            return
+        ends = np.cumsum(bytes_of(self._group.region, blocks))
         while at < len(blocks):
             before = int(ends[at - 1]) if at else 0
             stop = int(np.searchsorted(ends, before + most_bytes, side="right"))
@@ -316,5 +323,10 @@ class BlockReads:
             batch = entry.waiting.popleft()
             began_s = self._clock()  # some transports copy before `read` returns
             started.append(self._group.read(entry.peer, batch.source_blocks, batch.blocks))
-            entry.running[started[-1]] = RunningBatch(self._group.region.num_in_first(batch.blocks), began_s)
+            entry.running[started[-1]] = RunningBatch(self._num_in_first(batch.blocks), began_s)
         return started
+
+    def _num_in_first(self, blocks: BlockNumbers) -> int:
+        """Return how many of these blocks belong to the first cache group."""
+        arenas = self._group.region.arenas
+        return len(blocks) if len(arenas) == 1 else int(np.count_nonzero(blocks < arenas[0].num_blocks))

@@ -25,7 +25,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -36,9 +36,9 @@ from baton.engine.core.connector import ConnectorEvent, TransferId
 from .. import codec
 from ..codec import BlockNumber, Id, Name, Reason
 from ..errors import MalformedMessage
+from .block_runs import BlockNumbers, BlockRuns, decode_runs
 
 TICKET_VERSION = 2
-MAX_BLOCKS = 1 << 22  # in one ticket: 67 million tokens
 MAX_METADATA_BYTES = 1 << 20
 MAX_LEASE_S = 86400.0
 MAX_DIGESTS_BYTES = 1 << 20  # in one message; a channel takes messages of four times that size
@@ -175,28 +175,6 @@ encode: Callable[[Message], bytes] = codec.encode
 decode: Callable[[bytes], Message] = codec.decoder(Message, "transfer message")
 
 
-class BlockRun(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks first, first + 1, ... first + count - 1."""
-
-    first: BlockNumber
-    count: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
-
-
-def runs_of(block_ids: Iterable[int]) -> tuple[BlockRun, ...]:
-    """Encode block ids as runs, in order. Ascending neighbours share a run."""
-    runs: list[list[int]] = []
-    for block in block_ids:
-        if runs and block == runs[-1][0] + runs[-1][1]:
-            runs[-1][1] += 1
-        else:
-            runs.append([block, 1])
-    return tuple(BlockRun(first, count) for first, count in runs)
-
-
-def blocks_of(runs: Sequence[BlockRun]) -> list[int]:
-    return [block for run in runs for block in range(run.first, run.first + run.count)]
-
-
 class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """The offer of a prompt's blocks, as it travels through the gateway. It holds for `lease_s` from when it is sent.
 
@@ -213,16 +191,21 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
     lease_s: Seconds
     digest: DigestMode
     num_ready: Id
-    runs: tuple[BlockRun, ...]
+    runs: msgspec.Raw  # the blocks, in the form of `block_runs.py`
     refusal: Reason = ""  # why nothing is offered after all
 
-    @functools.cached_property  # asked in every step of a hand-off, and each scattered block is a run
-    def num_blocks(self) -> int:
-        return sum(run.count for run in self.runs)
+    @functools.cached_property
+    def _decoded_runs(self) -> BlockRuns:
+        return decode_runs(self.runs)
 
     @property
-    def block_ids(self) -> list[int]:
-        return blocks_of(self.runs)
+    def num_blocks(self) -> int:
+        return self._decoded_runs.num_blocks
+
+    @property
+    def block_ids(self) -> BlockNumbers:
+        """A new array of the blocks, in order."""
+        return self._decoded_runs.blocks
 
     def encode(self) -> bytes:
         return codec.encode(self)
@@ -235,8 +218,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, dict=True):
             raise MalformedMessage(
                 f"the ticket has version {ticket.version}, this engine reads version {TICKET_VERSION}"
             )
-        if not 1 <= ticket.num_blocks <= MAX_BLOCKS:
-            raise MalformedMessage(f"the ticket offers {ticket.num_blocks} blocks; from 1 to {MAX_BLOCKS} are allowed")
+        if not ticket.num_blocks:
+            raise MalformedMessage("the ticket offers no blocks")
         return ticket
 
     def check_block_size(self, block_size: int) -> None:

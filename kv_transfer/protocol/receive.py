@@ -10,8 +10,11 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+import numpy as np
+
 from baton.engine.core.connector import TransferId
 
+from .block_runs import BlockNumbers
 from .messages import Claim, Digests, ReaderKey, Renew, Ticket
 
 
@@ -160,13 +163,12 @@ class ReceiveTimeouts:
     renew_at: float  # fraction of the lease after which a reader that is not done renews it
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Receive:
     key: ReaderKey
     ticket: Ticket
     first_block: int  # index in the ticket's blocks; earlier ones are in our prefix cache
-    source_blocks: list[int]  # the blocks to read, as the holder numbers them
-    block_ids: list[int]  # the blocks to fill, as many
+    block_ids: list[int]  # the blocks to fill, as many as are to be read
     deadline: float  # when it fails, unless a connection or a grant extends it
     num_ready: int  # leading blocks of the ticket that may be read
     num_unverified: int  # trailing blocks that are not verified yet; 0 unless digests are on
@@ -179,6 +181,7 @@ class Receive:
     first_claim_at: float | None = None
     read_finished_at: float | None = None
     digests: Digests | None = None  # the holder's, while they are being compared
+    source: BlockNumbers | None = None  # see `source_blocks`
     writable: bool = False  # a read may write into the blocks
     offer_ended: bool = False  # the holder has said that its offer is over
 
@@ -190,15 +193,23 @@ class Receive:
     def grows(self) -> bool:
         return self.num_ready < self.ticket.num_blocks
 
+    @property
+    def source_blocks(self) -> BlockNumbers:
+        """The blocks to read, as the holder numbers them. They are listed when a read begins, behind the claim."""
+        if self.source is None:
+            self.source = self.ticket.block_ids[self.first_block :]
+        return self.source
+
     def grow(self, num_ready: int, last_blocks: Sequence[int] = ()) -> None:
         """Allow reads of the ticket's leading `num_ready` blocks. A smaller number than before changes nothing.
 
         `last_blocks` replace as many blocks at the end of the ticket's list, which nothing has read yet.
         """
         is_last = self.grows and num_ready >= self.ticket.num_blocks
-        count = min(len(last_blocks), len(self.source_blocks))
+        count = min(len(last_blocks), len(self.block_ids))
         if is_last and count:
-            self.source_blocks[-count:] = last_blocks[-count:]
+            last = np.array(last_blocks[-count:], dtype=np.int64)
+            self.source = np.concatenate((self.source_blocks[:-count], last))  # running reads keep the old array
         self.num_ready = max(self.num_ready, min(num_ready, self.ticket.num_blocks))
 
     @property

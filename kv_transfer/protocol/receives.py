@@ -89,13 +89,11 @@ class ReceiveTable:
         self, receive: TransferId, ticket: Ticket, first_block: int, block_ids: Sequence[int], now: float
     ) -> None:
         """Add a receive whose blocks are reserved. It begins with `peer_ready`."""
-        source = ticket.block_ids[first_block:]
-        assert len(source) == len(block_ids), "checked by the caller"
+        assert ticket.num_blocks - first_block == len(block_ids), "checked by the caller"
         self._receives[receive] = Receive(
             ReaderKey(self.engine, receive),
             ticket,
             first_block,
-            source,
             list(block_ids),
             deadline=now + self.timeouts.connect_s,
             num_ready=min(ticket.num_ready, ticket.num_blocks),

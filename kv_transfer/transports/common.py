@@ -63,9 +63,10 @@ def make_scratch(device: str) -> Scratch:
 def check_ranges(ranges: Ranges, our_bytes: int, their_bytes: int, peer_name: str) -> RangeTable:
     """Return the ranges as an array. Raises `TransportError` for a range outside a registered region."""
     table = np.asarray(ranges, dtype=np.int64).reshape(-1, 3)
-    remote, local, num_bytes = table[:, 0], table[:, 1], table[:, 2]
+    remote, local, num_bytes = table.T
+    is_empty = num_bytes < 1
     for starts, limit, region in ((remote, their_bytes, peer_name), (local, our_bytes, "our region")):
-        outside = (num_bytes < 1) | (starts < 0) | (starts > limit - num_bytes)
+        outside = is_empty | (starts < 0) | (starts > limit - num_bytes)
         if outside.any():
             at = int(outside.argmax())
             raise TransportError(f"{num_bytes[at]} bytes at {starts[at]} are outside the {limit} bytes of {region}")

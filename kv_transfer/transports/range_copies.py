@@ -49,7 +49,7 @@ class GpuCopies:
         self._tables: dict[int, list[torch.Tensor]] = {}  # free pinned tables, by their length
 
     def begin(self, pieces: RangeTable) -> GpuCopy:
-        if pieces[:, 2].sum() >= LONG_RANGE_BYTES * len(pieces) or (pieces % ALIGNMENT).any():
+        if pieces[:, 2].sum() >= LONG_RANGE_BYTES * len(pieces) or np.bitwise_or.reduce(pieces, axis=None) % ALIGNMENT:
             return self._copy_one_by_one(pieces)
         return self.launch(pieces)
 

@@ -15,7 +15,8 @@ from baton.engine.core.connector import ConnectorEvent, Offer, OfferEnded, Offer
 from baton.engine.core.layout import KVLayout
 from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.connector import TransferSettings, TransferStats
-from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.protocol.block_runs import encode_runs
+from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket
 from baton.kv_transfer.settings import LocalEngine
 from baton.kv_transfer.staging.host_buffer import HostBufferConnector
 
@@ -65,7 +66,7 @@ class Inner:
             lease_s=1.0,
             digest=DigestMode.OFF,
             num_ready=0,
-            runs=runs_of(block_ids),
+            runs=encode_runs(block_ids),
         )
         return Offer(transfer_id, ticket.encode())
 

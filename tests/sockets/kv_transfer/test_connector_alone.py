@@ -25,7 +25,8 @@ from baton.kv_transfer.channel import Route, ZmqChannel
 from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSettings
 from baton.kv_transfer.errors import TransferThreadDied, TransportError
 from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
-from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.protocol.block_runs import encode_runs
+from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket
 from baton.kv_transfer.settings import LocalEngine
 
 from .connector_cases import QUICK, SMALL, wait_until
@@ -135,7 +136,7 @@ def ticket_of_nobody(address: str = "tcp://127.0.0.1:9") -> bytes:
     """Return a ticket of a holder that does not exist."""
     lease = LeaseKey(EngineKey("nobody", 7), "request", 0, 1)
     ticket = Ticket(
-        TICKET_VERSION, lease, address, SMALL.fingerprint, "nixl/UCX", 16, 30.0, DigestMode.OFF, 1, runs_of([1])
+        TICKET_VERSION, lease, address, SMALL.fingerprint, "nixl/UCX", 16, 30.0, DigestMode.OFF, 1, encode_runs([1])
     )
     return ticket.encode()
 

@@ -16,6 +16,7 @@ from baton.kv_transfer.channel import ZmqChannel
 from baton.kv_transfer.connector import PeerInfo, TransferSettings
 from baton.kv_transfer.group.rank_reader import RankReader, group_metadata
 from baton.kv_transfer.handoff import peers
+from baton.kv_transfer.protocol.block_runs import encode_runs
 from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
     DigestMode,
@@ -26,7 +27,6 @@ from baton.kv_transfer.protocol.messages import (
     Ticket,
     decode,
     encode,
-    runs_of,
 )
 from baton.kv_transfer.transports.opening import open_transport
 
@@ -85,7 +85,7 @@ class SilentPeer:
     def ticket(self) -> bytes:
         lease = LeaseKey(NAME, "request", 0, 1)
         address, layout = self.info.kv_address, SMALL.fingerprint
-        shape = (16, 30.0, DigestMode.OFF, 1, runs_of([1]))
+        shape = (16, 30.0, DigestMode.OFF, 1, encode_runs([1]))
         return Ticket(TICKET_VERSION, lease, address, layout, self._transport_name, *shape).encode()
 
     def wake(self) -> None:

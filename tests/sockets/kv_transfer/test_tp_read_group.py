@@ -103,7 +103,7 @@ def test_a_read_of_a_group_is_done_when_all_its_ranks_are(group: Group) -> None:
     assert reads.peer_state(peer) is PeerState.CONNECTING
     group.pass_time(reads, 0.5)
     assert reads.peer_state(peer) is PeerState.CONNECTED
-    read = reads.read(peer, [1, 2, 3], [4, 5, 7])
+    read = reads.read(peer, np.array([1, 2, 3]), np.array([4, 5, 7]))
     group.clock.advance(0.1)
     assert group.own.poll(read) is ReadState.DONE
     assert reads.poll(read) is ReadState.RUNNING
@@ -134,7 +134,7 @@ def test_reads_that_fall_back_on_another_rank_are_counted(group: Group, monkeypa
     reads = group.together()
     peer = reads.add_peer(group.a_peer())
     group.pass_time(reads, 0.5)
-    read = reads.read(peer, [1], [4])
+    read = reads.read(peer, np.array([1]), np.array([4]))
     group.pass_time(reads, 0.5)
     assert reads.release(read)
     assert reads.num_fallbacks == 3
@@ -149,7 +149,7 @@ def test_a_read_that_one_rank_refuses_fails_and_names_the_rank(group: Group) -> 
         halves.append(RankMemory(first, 2, group.fabric.attach(f"half {first}", memory).metadata()))
     peer = reads.add_peer(group_metadata(halves))
     group.pass_time(reads, 0.5)
-    read = reads.read(peer, [NUM_BLOCKS - 1], [0])
+    read = reads.read(peer, np.array([NUM_BLOCKS - 1]), np.array([0]))
     group.pass_time(reads, 0.5)
     assert reads.poll(read) is ReadState.FAILED
     assert reads.reason(read).startswith("rank 1: ")
@@ -257,7 +257,7 @@ def test_a_slow_rank_that_answers_is_not_lost(group: Group) -> None:
     peer = reads.add_peer(group.a_peer())
     group.pass_time(reads, 0.5)
     group.fabric.faults.read_s = (5 * HEARTBEAT_TIMEOUT_S, 5 * HEARTBEAT_TIMEOUT_S)
-    read = reads.read(peer, [1], [1])
+    read = reads.read(peer, np.array([1]), np.array([1]))
     group.pass_time(reads, 4 * HEARTBEAT_TIMEOUT_S)
     assert reads.poll(read) is ReadState.RUNNING
     group.pass_time(reads, 2 * HEARTBEAT_TIMEOUT_S)

@@ -10,7 +10,8 @@ from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.group.rank_reader import RankReader
 from baton.kv_transfer.group.tp_read_group import TpReadGroup
 from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
-from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket, runs_of
+from baton.kv_transfer.protocol.block_runs import encode_runs
+from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
 
 from ...helpers.fake_channel import FakeNetwork
@@ -81,5 +82,5 @@ class Engines:
 
 def ticket_of(holder: EngineKey, block: int = 1) -> Ticket:
     lease = LeaseKey(holder, "request", 0, 1)
-    runs = runs_of([block])
+    runs = encode_runs([block])
     return Ticket(TICKET_VERSION, lease, "tcp://holder", OURS.fingerprint, "fake", 16, 30.0, DigestMode.OFF, 1, runs)

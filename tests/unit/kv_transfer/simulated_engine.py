@@ -28,6 +28,7 @@ from baton.kv_transfer.group.rpc import GroupMember
 from baton.kv_transfer.group.tp_read_group import gather
 from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
 from baton.kv_transfer.protocol import messages
+from baton.kv_transfer.protocol.block_runs import encode_runs
 from baton.kv_transfer.protocol.messages import EngineKey, LeaseKey, ReaderKey, Ticket
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
 
@@ -200,7 +201,7 @@ class Engine:
             LEASE_S,
             self.world.digest,
             num_written,
-            messages.runs_of(listed),
+            encode_runs(listed),
         )
         content = [self.world.stamps() for _ in blocks]
         offering = Offering(ticket.encode(), key, blocks, content, num_written, self.world.clock(), last_block)

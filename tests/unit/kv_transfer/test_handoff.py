@@ -10,14 +10,13 @@ import pytest
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
 from baton.engine.core.layout import KVLayout
 from baton.kv_transfer.pacing import POLL_SERVING_S
+from baton.kv_transfer.protocol.block_runs import BlockRun, encode_runs
 from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
-    BlockRun,
     DigestMode,
     EngineKey,
     LeaseKey,
     Ticket,
-    runs_of,
 )
 from baton.kv_transfer.transports import ByteRange, ReadState
 
@@ -44,7 +43,7 @@ def test_a_ticket_for_blocks_that_the_holder_lacks_costs_nobody_else_the_connect
         ({"transport": "ucx"}, "the ticket is for transport ucx, here is fake"),
         ({"digest": DigestMode.VERIFY}, "holder has transfer.digest 'verify', here it is 'off'"),
         ({"num_tokens": 17}, "offers 1 blocks for 17 tokens; blocks of 16 need 2"),
-        ({"runs": (BlockRun(2**57, 1),)}, "cannot be read as ticket"),
+        ({"runs": msgspec.Raw(msgspec.msgpack.encode([BlockRun(2**57, 1)]))}, "cannot be read as runs of blocks"),
         ({"refusal": "its host buffer is full"}, "holder offers nothing: its host buffer is full"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -97,7 +96,7 @@ def test_a_prompt_of_a_million_tokens_is_proven_whatever_one_message_takes() -> 
     key = LeaseKey(holder, "request", 0, 1)
     ticket = Ticket(
         *(TICKET_VERSION, key, "tcp://holder", layout.fingerprint, "fake", 2**20, 30.0, DigestMode.VERIFY, num_blocks),
-        runs_of(blocks),
+        encode_runs(blocks),
     )
     engines.holder.offer(key, blocks, num_blocks)
     engines.reader.receive(2, ticket.encode(), 0, blocks)
@@ -113,7 +112,7 @@ def test_a_receive_that_is_given_up_begins_no_further_read() -> None:
     blocks = [0, 1, 2]
     engines.holder.offer(LeaseKey(EngineKey("holder", 1), "request", 0, 1), blocks, 3)
     ticket = ticket_of(EngineKey("holder", 1))
-    ticket = msgspec.structs.replace(ticket, runs=runs_of(blocks), num_tokens=48, num_ready=3)
+    ticket = msgspec.structs.replace(ticket, runs=encode_runs(blocks), num_tokens=48, num_ready=3)
     engines.reader.receive(1, ticket.encode(), 0, blocks)
     engines.pass_time(3)
     engines.reader.cancel(1)

@@ -9,7 +9,8 @@ from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome
 from baton.engine.core.layout import KVLayout
 from baton.kv_transfer.handoff.peers import MAX_HANDSHAKE_PAUSE_S, PAIRING_S
 from baton.kv_transfer.pacing import POLL_SERVING_S
-from baton.kv_transfer.protocol.messages import DigestMode, EngineKey, HandshakeRequest, LeaseKey, encode, runs_of
+from baton.kv_transfer.protocol.block_runs import encode_runs
+from baton.kv_transfer.protocol.messages import DigestMode, EngineKey, HandshakeRequest, LeaseKey, encode
 from baton.kv_transfer.settings import PeerInfo
 
 from .handoff_engines import OURS, SETTINGS, THEIRS, Engines, ticket_of
@@ -83,7 +84,7 @@ def test_when_a_peers_memory_is_lost_who_waits_for_more_of_it_fails_at_once_too(
     holder = EngineKey("holder", 1)
     engines.holder.offer(LeaseKey(holder, "grows", 0, 7), [2], 0)
     grows = msgspec.structs.replace(
-        ticket_of(holder), lease=LeaseKey(holder, "grows", 0, 7), runs=runs_of([2]), num_ready=0
+        ticket_of(holder), lease=LeaseKey(holder, "grows", 0, 7), runs=encode_runs([2]), num_ready=0
     )
     engines.reader.receive(2, grows.encode(), 0, [2])
     engines.pass_time(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -264,7 +265,7 @@ def report_a_read_as_released_when_it_failed(monkeypatch: pytest.MonkeyPatch) ->
 def take_the_holders_first_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_the_first(layout: KVLayout, heads: range, remote: range, local: range) -> HeadSlice:
         right = slice_heads(layout, heads, remote, local)
-        return right._replace(pieces=tuple(piece._replace(remote=0) for piece in right.pieces))
+        return dataclasses.replace(right, pieces=tuple(piece._replace(remote=0) for piece in right.pieces))
 
     monkeypatch.setattr(rank_reader, "slice_heads", of_the_first)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome, Received, ReceiveFailed
+from baton.kv_transfer.protocol.block_runs import encode_runs
 from baton.kv_transfer.protocol.leases import LEASE_TABLE, LeaseEvent, LeaseReply, LeaseRow, LeaseState, LeaseTable
 from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
@@ -34,7 +35,6 @@ from baton.kv_transfer.protocol.messages import (
     StopReading,
     Ticket,
     Withdrawn,
-    runs_of,
 )
 from baton.kv_transfer.protocol.receive import (
     RECEIVE_TABLE,
@@ -207,7 +207,7 @@ def receives(state: ReceiveState, *, has_read: bool = False, digest: DigestMode 
     """One receive of three blocks in that state, or none, at time 1. QUARANTINED: its read still runs."""
     made = ReceiveTable(ME, ReceiveTimeouts(connect_s=3.0, retry_s=1.0, margin_s=0.5, renew_at=0.5), digest)
     ticket = Ticket(
-        *(TICKET_VERSION, LEASE, "tcp://10.0.0.1:5", "fingerprint", "nixl", 3, 10.0, digest, 3), runs_of([7, 8, 9])
+        *(TICKET_VERSION, LEASE, "tcp://10.0.0.1:5", "fingerprint", "nixl", 3, 10.0, digest, 3), encode_runs([7, 8, 9])
     )
     if state is ReceiveState.FREED:
         return made

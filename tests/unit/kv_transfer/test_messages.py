@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kv_transfer.errors import MalformedMessage
+from baton.kv_transfer.protocol.block_runs import ARRAY_RUNS, MAX_BLOCKS, BlockRun, decode_runs, encode_runs
 from baton.kv_transfer.protocol.messages import (
     DIGEST_BLOCKS,
-    MAX_BLOCKS,
     MAX_DIGESTS_BYTES,
     TICKET_VERSION,
     AbortRead,
     AskDigests,
-    BlockRun,
     Claim,
     ClaimRefused,
     DigestMode,
@@ -34,10 +34,8 @@ from baton.kv_transfer.protocol.messages import (
     Renew,
     Ticket,
     Withdrawn,
-    blocks_of,
     decode,
     encode,
-    runs_of,
 )
 
 PREFILL, DECODE = EngineKey("prefill-0", 2**62), EngineKey("decode-0", 7)
@@ -59,6 +57,10 @@ MESSAGES = [
 ]
 
 
+BLOCK = st.integers(0, 30) | st.integers(0, 2**32 - 1)
+BLOCKS = st.lists(BLOCK, max_size=60) | st.lists(BLOCK, min_size=2 * ARRAY_RUNS, max_size=3 * ARRAY_RUNS)
+
+
 def a_ticket(**changes: object) -> Ticket:
     ticket = Ticket(
         TICKET_VERSION,
@@ -70,7 +72,7 @@ def a_ticket(**changes: object) -> Ticket:
         30.0,
         DigestMode.OFF,
         3,
-        runs_of([4, 5, 9]),
+        encode_runs([4, 5, 9]),
     )
     return msgspec.structs.replace(ticket, **changes)
 
@@ -133,23 +135,53 @@ def test_digests_that_would_not_fit_into_an_order_to_the_other_ranks_are_malform
 def test_a_ticket_for_blocks_with_numbers_that_no_engine_has_is_malformed(run: BlockRun) -> None:
     """Their places in memory would be beyond 64 bits."""
     with pytest.raises(MalformedMessage):
-        Ticket.decode(a_ticket(runs=(run,)).encode())
+        Ticket.decode(a_ticket(runs=msgspec.Raw(msgspec.msgpack.encode([run]))).encode())
 
 
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=60))
+@given(BLOCKS)
 def test_runs_keep_blocks_and_their_order(blocks: list[int]) -> None:
-    assert blocks_of(runs_of(blocks)) == blocks
+    assert decode_runs(encode_runs(blocks)).blocks.tolist() == blocks
+
+
+@given(BLOCKS)
+def test_any_decoder_of_msgpack_reads_runs_and_runs_of_any_encoder_are_read(blocks: list[int]) -> None:
+    """Engines of another version write numbers of other lengths."""
+    encoded = encode_runs(blocks)
+    runs = msgspec.msgpack.decode(encoded, type=list[BlockRun])
+    assert [run.first + at for run in runs for at in range(run.count)] == blocks
+    shortest = msgspec.Raw(msgspec.msgpack.encode(runs))
+    for ours, theirs in zip(decode_runs(encoded), decode_runs(shortest), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("num_runs", [3, 2 * ARRAY_RUNS])
+@given(st.binary(max_size=40), st.integers(0, 2**12), st.integers(0, 255))
+def test_any_bytes_are_runs_or_malformed(num_runs: int, data: bytes, at: int, byte: int) -> None:
+    """Reading runs as one array, or one by one, must allow the same."""
+    valid = bytes(encode_runs(range(0, 3 * num_runs, 3)))
+    damaged = valid[: at % len(valid)] + bytes([byte]) + valid[at % len(valid) + 1 :]
+    for read in (data, damaged, valid[: at % len(valid)], valid + data):
+        try:
+            expected = msgspec.msgpack.decode(read, type=list[BlockRun])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            expected = None
+        if expected is None or sum(run.count for run in expected) > MAX_BLOCKS:
+            with pytest.raises(MalformedMessage):
+                decode_runs(msgspec.Raw(read))
+        else:
+            firsts, counts, _ = decode_runs(msgspec.Raw(read))
+            assert list(map(BlockRun, firsts, counts)) == expected
 
 
 def test_neighbouring_blocks_share_a_run() -> None:
-    assert len(runs_of(range(1000))) == 1
-    assert len(a_ticket(runs=runs_of(range(1000))).encode()) < 120
+    assert len(decode_runs(encode_runs(range(1000))).firsts) == 1
+    assert len(a_ticket(runs=encode_runs(range(1000))).encode()) < 120
 
 
 def test_a_ticket_survives_the_wire() -> None:
     ticket = Ticket.decode(a_ticket().encode())
     assert ticket == a_ticket()
-    assert ticket.block_ids == [4, 5, 9]
+    assert ticket.block_ids.tolist() == [4, 5, 9]
 
 
 def test_a_ticket_of_another_version_says_so() -> None:
@@ -158,8 +190,22 @@ def test_a_ticket_of_another_version_says_so() -> None:
 
 
 def test_a_ticket_cannot_make_its_reader_expand_more_blocks_than_any_engine_has() -> None:
-    with pytest.raises(MalformedMessage, match="blocks; from 1 to"):
-        Ticket.decode(a_ticket(runs=runs_of(range(MAX_BLOCKS)) * 3).encode())
+    with pytest.raises(MalformedMessage, match=f"2 runs have {MAX_BLOCKS + 1} blocks; at most"):
+        Ticket.decode(a_ticket(runs=encode_runs([*range(MAX_BLOCKS), 0])).encode())
+
+
+@pytest.mark.parametrize("num_runs", [2, ARRAY_RUNS])
+@pytest.mark.parametrize("count", [0, MAX_BLOCKS + 1])
+def test_a_run_of_no_blocks_or_of_more_than_any_engine_has_is_malformed(count: int, num_runs: int) -> None:
+    runs = bytes(encode_runs(range(0, 2 * num_runs, 2)))
+    changed = runs[:-4] + count.to_bytes(4, "big")
+    with pytest.raises(MalformedMessage):
+        Ticket.decode(a_ticket(runs=msgspec.Raw(changed)).encode())
+
+
+def test_a_ticket_without_blocks_is_malformed() -> None:
+    with pytest.raises(MalformedMessage, match="no blocks"):
+        Ticket.decode(a_ticket(runs=encode_runs([])).encode())
 
 
 def test_a_ticket_whose_blocks_and_tokens_disagree_is_malformed() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from baton.kv_transfer import codec
 from baton.kv_transfer.errors import MalformedMessage, TransportError
+from baton.kv_transfer.transports import ByteRange
 from baton.kv_transfer.transports.common import check_ranges
 from baton.kv_transfer.transports.cuda_ipc import ALIGNMENT, check_shared, decode_metadata
 
@@ -61,6 +62,21 @@ def test_memory_of_a_peer_that_does_not_fit_is_refused_by_name(offset: int, num_
             check_shared(offset, num_bytes, 4096, "blocks")
     else:
         check_shared(offset, num_bytes, 4096, "blocks")
+
+
+@pytest.mark.parametrize(
+    ("outside", "reason"),
+    [
+        ((4090, 0, 7), "7 bytes at 4090 are outside the 4096 bytes of the peer"),
+        ((-1, 0, 7), "7 bytes at -1 are outside the 4096 bytes of the peer"),
+        ((0, 1024, 1), "1 bytes at 1024 are outside the 1024 bytes of our region"),
+        ((0, 0, 0), "0 bytes at 0 are outside the 4096 bytes of the peer"),
+    ],
+)
+def test_a_range_among_others_that_is_outside_a_region_is_named(outside: tuple[int, int, int], reason: str) -> None:
+    within = [ByteRange(64 * number, 16 * number, 16) for number in range(64)]
+    with pytest.raises(TransportError, match=f"^{reason}$"):
+        check_ranges([*within[:20], ByteRange(*outside), *within[20:]], 1024, 4096, "the peer")
 
 
 WORDS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-64, 4096))

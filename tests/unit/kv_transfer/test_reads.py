@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from baton.engine.core.layout import CacheKind, CacheLayout, KVLayout, LayerCache, LayerState, StatePart
@@ -42,7 +44,11 @@ class Reader:
 
     def start(self, num_blocks: int) -> None:
         self.reads.start(1, self.peer, num_blocks)
-        self.reads.extend(1, range(num_blocks), range(num_blocks))
+        self.extend(1, range(num_blocks))
+
+    def extend(self, receive: int, blocks: Sequence[int]) -> None:
+        """Allow reads of more blocks, each into the block of the same number."""
+        self.reads.extend(receive, np.array(blocks), np.array(blocks))
 
     def look(self, after_s: float = 0.0) -> list[ReadEvent]:
         self.clock.advance(after_s)
@@ -154,9 +160,9 @@ def test_what_ended_while_nobody_looked_is_no_stall(reader: Reader) -> None:
 
 def test_waiting_for_what_the_holder_writes_is_no_stall(reader: Reader) -> None:
     reader.reads.start(1, reader.peer, 3)
-    reader.reads.extend(1, [0], [0])
+    reader.extend(1, [0])
     assert reader.look() == reader.look(READ_S) == reader.look(10 * STALL_S) == []
-    reader.reads.extend(1, [1, 2], [1, 2])
+    reader.extend(1, [1, 2])
     assert reader.look() == []
     assert reader.look(READ_S) == [ReadEvent(1, ReadOutcome.FINISHED)]
 
@@ -181,7 +187,7 @@ def test_what_reading_takes_is_measured_for_the_peer_however_many_receives_share
     """Two receives of two blocks each, at once: four blocks came in the time of a read."""
     for receive, blocks in ((1, range(2)), (2, range(2, 4))):
         reader.reads.start(receive, reader.peer, 2)
-        reader.reads.extend(receive, blocks, blocks)
+        reader.extend(receive, blocks)
     reader.look()
     assert len(reader.look(READ_S)) == 2
     assert reader.reads.pace(reader.peer).num_reads == 1
@@ -193,7 +199,7 @@ def test_blocks_that_came_before_a_read_began_do_not_make_it_look_fast(reader: R
 
     def start(receive: int) -> None:
         reader.reads.start(receive, reader.peer, 1)
-        reader.reads.extend(receive, [receive], [receive])
+        reader.extend(receive, [receive])
 
     short_s = MEASURED_S / 2
     reader.faults.read_s = (short_s, short_s)
@@ -220,7 +226,7 @@ def test_reads_that_take_turns_all_the_time_are_measured_together(reader: Reader
     for receive in range(12):
         block = receive % NUM_BLOCKS
         reader.reads.start(receive, reader.peer, 1)
-        reader.reads.extend(receive, [block], [block])
+        reader.extend(receive, [block])
         reader.look()
         reader.look(0.5 * READ_S)
     assert line_of(reader).at(2) == pytest.approx(READ_S, rel=0.1)
@@ -229,14 +235,14 @@ def test_reads_that_take_turns_all_the_time_are_measured_together(reader: Reader
 def test_one_delay_that_holds_up_many_reads_counts_once(reader: Reader) -> None:
     for receive in range(1, 6):
         reader.reads.start(receive, reader.peer, 1)
-        reader.reads.extend(receive, [receive], [receive])
+        reader.extend(receive, [receive])
     reader.look()
     reader.look(100 * READ_S)
     assert not len(reader.reads)
     assert reader.reads.pace(reader.peer).num_reads == 1
     for receive in (6, 7):
         reader.reads.start(receive, reader.peer, 1)
-        reader.reads.extend(receive, [receive], [receive])
+        reader.extend(receive, [receive])
         reader.look()
         reader.look(READ_S)
     assert reader.reads.pace(reader.peer).num_reads == 3
@@ -253,10 +259,10 @@ def test_a_long_read_is_measured_before_its_end(reader: Reader) -> None:
 
 def test_waiting_for_the_holder_is_no_part_of_what_reading_takes(reader: Reader) -> None:
     reader.reads.start(1, reader.peer, 3)
-    reader.reads.extend(1, [0], [0])
+    reader.extend(1, [0])
     reader.look()
     reader.look(READ_S)
-    reader.reads.extend(1, [1, 2], [1, 2])
+    reader.extend(1, [1, 2])
     reader.look(100 * READ_S)
     reader.look(READ_S)
     assert line_of(reader).at(2) == pytest.approx(READ_S, rel=0.5)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from baton.engine.core.connector import BlocksReleased, Received, ReceiveFailed
+from baton.kv_transfer.protocol.block_runs import encode_runs
 from baton.kv_transfer.protocol.messages import (
     TICKET_VERSION,
     AbortRead,
@@ -29,7 +30,6 @@ from baton.kv_transfer.protocol.messages import (
     StopReading,
     Ticket,
     Withdrawn,
-    runs_of,
 )
 from baton.kv_transfer.protocol.receive import ReceiveState, ReceiveTimeouts
 from baton.kv_transfer.protocol.receives import ReceiveTable
@@ -38,7 +38,7 @@ HOLDER, ME = EngineKey("prefill", 1), EngineKey("decode", 2)
 LEASE, READER = LeaseKey(HOLDER, "request", 0, 5), ReaderKey(ME, 1)
 TICKET = Ticket(
     *(TICKET_VERSION, LEASE, "tcp://10.0.0.1:5", "fingerprint", "nixl", 48, 10.0),
-    *(DigestMode.OFF, 3, runs_of([7, 8, 9])),
+    *(DigestMode.OFF, 3, encode_runs([7, 8, 9])),
 )
 PATIENCE = ReceiveTimeouts(connect_s=3.0, retry_s=1.0, margin_s=0.5, renew_at=0.5)
 CLAIM = SendToHolder(HOLDER, Claim(LEASE, READER, 1))
@@ -90,7 +90,7 @@ def test_nobody_waits_for_the_answer_to_a_claim_that_was_given_up(reading: Recei
 
 
 def test_only_the_blocks_behind_the_cached_prefix_are_read(table: ReceiveTable) -> None:
-    assert (table[1].source_blocks, table[1].block_ids) == ([8, 9], [20, 21])
+    assert (table[1].source_blocks.tolist(), table[1].block_ids) == ([8, 9], [20, 21])
 
 
 def test_grant_then_read_commits(reading: ReceiveTable) -> None:
@@ -244,6 +244,14 @@ def test_blocks_are_read_when_they_are_written_and_count_when_all_are(growing: R
     growing.on_message(Granted(LEASE, READER, 1, 10.0, 2), now=1.2)
     assert growing.on_message(Grown(LEASE, READER, 3), now=2.0) == [ReadBlocks(1, 1, 2)]
     assert growing.read_finished(1, now=3.0) == [received(3.0), FINISH]
+
+
+def test_last_blocks_that_are_replaced_change_no_read_that_runs(growing: ReceiveTable) -> None:
+    """A read may wait with the blocks that it was given, and a peer may name more last blocks than it may replace."""
+    running = growing[1].source_blocks[0:1]
+    growing.on_message(Grown(LEASE, READER, 3, (5, 6)), now=2.0)
+    assert growing[1].source_blocks.tolist() == [5, 6]
+    assert running.tolist() == [8]
 
 
 def test_news_of_growth_that_come_twice_or_late_read_nothing_twice(growing: ReceiveTable) -> None:
