@@ -31,6 +31,8 @@ from ..speculation.stats import SpeculationCounter, SpeculationStats
 from ..step import Chunk
 from .request import Request
 
+# Tokens of requests of which a drafter is told in one step: it indexes 1000 in 0.4 ms, while nothing is planned.
+MOST_STARTED_TOKENS = 1 << 16
 # Tokens of each request, on average, that a draft model has not read:
 MOST_UNREAD = 32  # while guesses are likely soon
 FEW_UNREAD = 8  # before it makes guesses
@@ -92,6 +94,7 @@ class Drafting:
             self._lengths = DraftLengths(most, guesses_ahead=on_device, guesses_most=guesses_most)
         self._counter = SpeculationCounter(most)
         self._num_told: dict[Request, int] = {}  # how many tokens of each request the drafter knows
+        self._num_started = 0  # tokens of requests of which it was told since the last `begin_step`
         self._predicted: dict[Request, PredictedText] = {}  # for requests that the drafter knows
         self._num_accepted = 0  # in the step that is being settled
 
@@ -107,6 +110,7 @@ class Drafting:
 
     def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> bool:
         """Return whether any of `num_decodes` requests may have drafts in the next step, beside tokens of prompts."""
+        self._num_started = 0
         if self._lengths is None:
             return num_decodes > 0
         return self._lengths.begin_step(num_decodes, num_prompt_tokens) > 0
@@ -138,6 +142,8 @@ class Drafting:
             return Drafts(num_drafts, request.guesses[:num_drafts])
         if self._on_device:
             return Drafts(num_drafts)
+        if not self._may_tell(request):
+            return NO_DRAFTS
         self._tell(request)
         num_coming = request.num_computed - len(request.token_ids)
         guesses = self.drafter.propose(request.request_id, num_coming + num_drafts)
@@ -201,14 +207,23 @@ class Drafting:
             num_drafts = self._lengths.expected(request.request_id, num_drafts)
         if num_drafts <= 0:
             return 0, ()
+        if not self._may_tell(request):
+            return num_drafts, ()
         self._tell(request)
         return num_drafts, self.drafter.propose(request.request_id, num_drafts)
+
+    def _may_tell(self, request: Request) -> bool:
+        """Return whether the drafter may be told of the request in this step. It may always be told of one."""
+        if request in self._num_told or not self._num_started:
+            return True
+        return self._num_started + _text_size(request) <= MOST_STARTED_TOKENS
 
     def _tell(self, request: Request) -> None:
         """Make the drafter know all tokens of the request."""
         known = request.token_ids
         num_told = self._num_told.get(request)
         if num_told is None:
+            self._num_started += _text_size(request)
             message = request.message
             prediction = message.prediction_token_ids
             if prediction:
@@ -282,6 +297,11 @@ class Drafting:
 
     def stats(self) -> SpeculationStats:
         return self._counter.stats()
+
+
+def _text_size(request: Request) -> int:
+    """Return the number of a request's tokens, its prediction included."""
+    return len(request.token_ids) + len(request.message.prediction_token_ids)
 
 
 def _read_from(requests: Sequence[Request], most: int) -> int:
