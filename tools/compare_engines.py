@@ -15,9 +15,10 @@ Work, with fixed seeds, forced lengths, temperature 1 and no prefix caching:
     ttft       a prompt of 128 tokens, one new token
     prefill    16 prompts of 4096, 2 of 32 768: tokens per second
 
-and with `--work drafts`, 1, 8 and 64 requests of 512 tokens that get 256: output tokens per second of decoding, tokens
-in a step with drafts, and of Baton number and time of its steps by kind. Baton's own drafter is right with most drafts
-at the temperature that it gets there; vLLM can be told how many it accepts (`rejection_sample_method`).
+and with `--work drafts`, 1, 8 and 64 requests (`--batch-sizes`) of 512 tokens that get 256: output tokens per second of
+decoding, tokens in a step with drafts, and of Baton number and time of its steps by kind; without `speculative_config`,
+only the first of these. Baton's own drafter is right with most drafts at the temperature that it gets there; vLLM can
+be told how many it accepts (`rejection_sample_method`).
 
 An engine that has started waits until no other one is being measured. With `--together`, engines of all models start
 at the same time; give each its memory with `--kv-gib`, and measurements begin when the last one is ready. Each line of
@@ -39,7 +40,8 @@ import turns
 
 ENGINES = ("baton", "vllm")
 SIZES = {"max_model_len": 40960, "max_num_seqs": 512, "max_num_batched_tokens": 16384}
-DRAFTED_SIZES = {"max_model_len": 4096, "max_num_seqs": 64}
+DRAFTED_BATCHES = (1, 8, 64)  # requests at once, by default
+DRAFTED_SIZES = {"max_model_len": 4096, "max_num_seqs": 64}  # or as many as the largest of `--batch-sizes`
 GPU_SHARE = 0.85
 DRAFTED_TEMPERATURE = {"baton": 20.0, "vllm": 1.0}  # at 20, random numbers decide nearly alone; vLLM allows 2 at most
 NUM_RUNS = 3  # the shortest counts
@@ -82,6 +84,10 @@ class Engine:
     def best(self, length: int, batch: int, new: int, temperature: float = 1.0) -> float:
         return min(self.run([length] * batch, [new] * batch, temperature) for _ in range(NUM_RUNS))
 
+    @property
+    def drafts_on_baton(self) -> bool:
+        return self.name == "baton" and self.llm.engine.core.scheduler.drafting is not None
+
     def draft_counts(self) -> tuple[float, float]:
         """Return the steps of requests that had drafts, and the drafts that were accepted, so far."""
         if self.name == "baton":
@@ -110,7 +116,7 @@ class StepTimes:
         drafting.observe = note
 
 
-def standard_work(engine: Engine) -> dict[str, float]:
+def standard_work(engine: Engine, _: Sequence[int]) -> dict[str, float]:
     engine.run([128] * 8, [16] * 8)
     rng = random.Random(0)
     lengths, outputs = ([rng.randint(100, 1024) for _ in range(256)] for _ in range(2))
@@ -124,11 +130,11 @@ def standard_work(engine: Engine) -> dict[str, float]:
     return figures
 
 
-def drafted_work(engine: Engine) -> dict[str, Any]:
+def drafted_work(engine: Engine, batch_sizes: Sequence[int]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     temperature = DRAFTED_TEMPERATURE[engine.name]
-    times = StepTimes(engine) if engine.name == "baton" else None
-    for batch in (1, 8, 64):
+    times = StepTimes(engine) if engine.drafts_on_baton else None
+    for batch in batch_sizes:
         one = engine.best(512, batch, 1, temperature)
         steps, accepted = engine.draft_counts()
         if times is not None:
@@ -148,7 +154,9 @@ WORK = {"standard": standard_work, "drafts": drafted_work}
 
 def engine_process(options: argparse.Namespace, name: str, model: Path) -> None:
     """Start an engine, wait for its turn, and print its figures."""
-    sizes: dict[str, Any] = dict(SIZES if options.work == "standard" else DRAFTED_SIZES)
+    sizes: dict[str, Any] = dict(SIZES)
+    if options.work == "drafts":
+        sizes = {**DRAFTED_SIZES, "max_num_seqs": max(DRAFTED_SIZES["max_num_seqs"], *options.batch_sizes)}
     if options.kv_gib:
         sizes["kv_cache_memory_bytes"] = round(options.kv_gib[0] * (1 << 30))
     if name == "baton" and not options.kv_gib:
@@ -163,7 +171,8 @@ def engine_process(options: argparse.Namespace, name: str, model: Path) -> None:
     with turns.answers() as stream:
         engine = Engine(name, model, {"load_format": options.load_format, **sizes, **more})
         if turns.wait_for_turn(stream):
-            print(json.dumps({"start_s": engine.start_s, **WORK[options.work](engine)}), file=stream)
+            figures = WORK[options.work](engine, options.batch_sizes)
+            print(json.dumps({"start_s": engine.start_s, **figures}), file=stream)
 
 
 # The process that starts the others
@@ -180,6 +189,7 @@ def started(
     path = options.baton_path if name == "baton" else options.vllm_path
     words = [sys.executable, __file__, str(model), "--process", name, "--work", options.work]
     words += ["--load-format", options.load_format, "--baton", options.baton, "--vllm", options.vllm]
+    words += ["--batch-sizes", *map(str, options.batch_sizes)]
     words += ["--kv-cache-dtype", options.kv_cache_dtype] if options.kv_cache_dtype else []
     words += ["--kv-gib", str(kv_gib)] if kv_gib is not None else []
     log = Path(options.out).with_suffix(f".{model.name}.{name}.log")
@@ -239,6 +249,14 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--work", choices=list(WORK), default="standard")
+    parser.add_argument(
+        "--batch-sizes",
+        nargs="+",
+        type=int,
+        default=DRAFTED_BATCHES,
+        metavar="N",
+        help="requests at once, of `--work drafts`",
+    )
     parser.add_argument("--together", action="store_true", help="start all at the same time")
     parser.add_argument("--load-format", default="dummy", help="`auto` for weights in files")
     parser.add_argument("--kv-gib", nargs="+", type=float, help="for the KV cache: of all models, or of each")

@@ -68,6 +68,7 @@ class Comparison:
             work="standard" if self.drafts is None else "drafts",
             load_format="auto" if self.weights else "dummy",
             kv_cache_dtype=self.kv_cache_dtype,
+            batch_sizes=compare_engines.DRAFTED_BATCHES,
             baton_path=options.baton_path,
             vllm_path=options.vllm_path,
             out=str(options.folder / "engines.jsonl"),

@@ -94,6 +94,14 @@ def test_drafts_are_counted_and_each_engine_gets_its_memory(bench: Bench) -> Non
 
 
 @pytest.mark.slow
+def test_drafts_are_measured_at_any_batch_sizes(bench: Bench) -> None:
+    model = bench.model("m")
+    (row,) = bench.run(model, "--work", "drafts", "--batch-sizes", 2, 256)
+    assert [name for name in row if name.endswith("tok_s")] == ["drafted_2_tok_s", "drafted_256_tok_s"]
+    assert json.loads((model / "options").read_text())["max_num_seqs"] == 256, "all of them run at once"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", ["at the start", "at work"])
 def test_an_engine_that_dies_is_a_row_and_the_next_one_is_measured(bench: Bench, dies: str) -> None:
     dead, alive = bench.run(bench.model("dead", dies), bench.model("alive"), "--work", "drafts")

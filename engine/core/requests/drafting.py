@@ -154,8 +154,15 @@ class Drafting:
 
         Each request uses them as drafts in its next step. Also returns `StepPlan.reads_from`.
         """
-        if not self._on_device:
-            return 0, None
+        num_guesses, reads_from = self._guesses_and_reads(chunks, requests) if self._on_device else (0, None)
+        if self._lengths is not None:
+            self._lengths.planned(
+                has_prompts=any(chunk.num_tokens > 1 + chunk.num_drafts for chunk in reversed(chunks)),
+                reads_late=reads_from is not None and not num_guesses,
+            )
+        return num_guesses, reads_from
+
+    def _guesses_and_reads(self, chunks: Sequence[Chunk], requests: Sequence[Request]) -> tuple[int, int | None]:
         drawn = [request for chunk, request in zip(chunks, requests, strict=True) if chunk.samples]
         asking = [request for request in drawn if request.may_go_on and not request.is_constrained]
         num_guesses, reads_from = self.most if asking else 0, None

@@ -35,9 +35,15 @@ prompt token. Such steps leave the account alone, as their time says nothing abo
 A drafter on the device makes guesses one step ahead. They take time even if they never become drafts. So a step whose
 time is to be measured without guesses makes none (`num_guesses_to_make`), and the account is charged with unused ones.
 A draft model that has left tokens unread meanwhile reads them in steps before, which the account is charged with, too.
-Guesses are used even if their cost has overdrawn the account: only drafts can pay for them; and after such reading
-there may be drafts in `_GRACE` steps. Where a step makes all guesses or none, their time does not depend on the number
-of drafts: it is a part of T, and there are drafts only if some number of them pays for it.
+Guesses are used even if their cost has overdrawn the account: only drafts can pay for them. After such reading drafts
+may go on while the account is negative, but for no more than `_GRACE` steps that do not pay any of it back. Where a
+step makes all guesses or none, their time does not depend on the number of drafts: it is a part of T, and there are
+drafts only if some number of them pays for it. A step with drafts has `MAX_DRAFTED_TOKENS` tokens at most. If these are
+too few, only the first requests get drafts, which must pay for all.
+
+A step's result is taken when the next step is launched. If that takes long, as with prompts or late reading, the step
+seems longer than it was, and the next one shorter. So its time counts as that without drafts only until there is a
+better one, and its delay before late reading is charged to the account.
 
 Everything is a function of the calls; nothing is random.
 """
@@ -47,6 +53,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .acceptance import Acceptance, chances
+from .config import MAX_DRAFTED_TOKENS
 from .step_cost import StepCost
 
 ALLOWANCE = 0.015  # share of the time that drafts may cost in vain
@@ -55,7 +62,8 @@ _ENOUGH_STEPS = 2.0  # on the account, for a try at any cost
 MOST_IN_A_ROW = 128
 _RESTS = 2  # steps, of which only the last one counts (`step_cost`)
 _MANY = 6  # measurements of steps without drafts; with each one less, half as many steps with drafts in a row
-_GRACE = 8  # steps with drafts in which they may pay for what a draft model has read for them
+_GRACE = 8  # steps that may pay for what a draft model has read for drafts, and do not
+_GUESSED_AFTER = 2  # steps between such reading and the first drafts, in which guesses are made
 _MOST_ESTIMATED = 16  # steps with drafts whose time without them is only an estimate, between rests
 _LEAST_CHANCE = 0.06  # drafts with less chance are not worth it, however little they cost
 _MARGIN = 1.1  # because estimates err, and a draft takes the scheduler's time, too
@@ -114,9 +122,11 @@ class DraftLengths:
         self._last_drafts, self._pause = 0, _FIRST_PAUSE
         self._tried_requests = 0  # in the step of the last try
         self._late_step = -2  # the newest one in which a draft model reads what it has left unread
-        self._grace = 0  # steps with drafts that the account does not forbid
+        self._grace_ends = 0  # the last step whose drafts the account does not forbid
+        self._delay_s = 0.0  # by which the newest settled step was longer, since the next one reads late
         self._guessed_step = 0  # the newest step for which the device makes guesses; the account has paid for them
         self._num_missed = 0  # requests that missed a step because of drafts in the step being settled
+        self._has_prompts = self._reads_late = False  # the newest planned step
         self._is_measured = False  # the step makes no guesses, so that its time without them becomes known
 
     @property
@@ -131,14 +141,15 @@ class DraftLengths:
 
     @property
     def _is_overdrawn(self) -> bool:
-        return self._account_s is not None and self._account_s < 0 and not (self._grace and self._threshold < 1)
+        has_grace = self._threshold < 1 and self._step <= self._grace_ends
+        return self._account_s is not None and self._account_s < 0 and not has_grace
 
     def should_read_first(self, request_ids: Sequence[str]) -> bool:
         """Return whether a draft model should read in this step what it has left unread, for guesses to follow."""
         has_just_read = self._threshold >= 1 and self._late_step == self._step - 1
         if has_just_read or not self._num_guesses_worth_it(request_ids):
             return False
-        self._late_step, self._grace = self._step, _GRACE
+        self._late_step, self._grace_ends = self._step, self._step + _GUESSED_AFTER + _GRACE - 1
         return True
 
     # -------------------------------------------------------------------------------- planning
@@ -149,8 +160,13 @@ class DraftLengths:
         `num_requests` decode in the step, beside `num_prompt_tokens` tokens of prompts.
         """
         self._step += 1
+        self._has_prompts = self._reads_late = False
         self._limit = self._limit_of(num_requests, num_prompt_tokens) if num_requests else 0
         return self._limit
+
+    def planned(self, *, has_prompts: bool, reads_late: bool) -> None:
+        """Note what else the step being planned does: it reads prompts, or what a draft model has left unread."""
+        self._has_prompts, self._reads_late = has_prompts, reads_late
 
     def _limit_of(self, num_requests: int, num_prompt_tokens: int) -> int:
         plain_s = self._cost.plain_s(num_requests)
@@ -203,7 +219,7 @@ class DraftLengths:
         With half as many requests as in the last try, drafts are cheaper, and need not have been long before.
         """
         pause = _FIRST_PAUSE if 2 * num_requests <= self._tried_requests else self._pause
-        if step - self._last_drafts < pause or self._account_s is None:
+        if step - self._last_drafts < pause or self._account_s is None or num_requests >= MAX_DRAFTED_TOKENS:
             return False
         if step - self._late_step <= 2:  # the account has paid for it
             return True
@@ -217,27 +233,35 @@ class DraftLengths:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _threshold_of(self, num_requests: int, has_prompts: bool, plain_s: float) -> float:
-        """Return the lowest chance that is worth a draft, at the best number of drafts for all requests alike."""
+        """Return the lowest chance that is worth a draft, at the best number of drafts for each request.
+
+        1: none is, or there is no room for any.
+        """
+        room = MAX_DRAFTED_TOKENS - num_requests
+        if room <= 0:
+            return 1.0
         request_s = plain_s / num_requests
         best = plain_rate = num_requests / plain_s
-        drawn = float(num_requests)
-        if has_prompts:
-            prompt_token_s = self._prompt_s / self._prompt_tokens if self._prompt_tokens else request_s
-            return max(_LEAST_CHANCE, _MARGIN * best * min(request_s, prompt_token_s))
+        prompt_token_s = self._prompt_s / self._prompt_tokens if self._prompt_tokens else request_s
+        beside_prompts_s = min(request_s, prompt_token_s)
         guess_s, always_s = self._cost.guess_s(num_requests) / num_requests, 0.0
         if self._guesses_most:
             guess_s, always_s = 0.0, self._most * self._cost.guess_s(num_requests)
         added_s = self._cost.added_s(2 * num_requests, request_s) + guess_s
         self._shares = self._by_all.shares_from(_FIRST_PRIOR)
+        drawn = 0.0  # by the drafts of one request
         for num_drafts, chance in enumerate(chances(self._shares), 1):
-            drawn += num_requests * chance
-            each_s = self._cost.added_s(num_requests * (1 + num_drafts), request_s) + guess_s
-            rate = drawn / (plain_s + always_s + num_requests * num_drafts * each_s)
+            drawn += chance
+            num_drafted = min(num_requests, room / num_drafts)  # requests
+            num_all = num_drafted * num_drafts
+            added_here_s = self._cost.added_s(round(num_requests + num_all), request_s) + guess_s
+            each_s = beside_prompts_s if has_prompts else added_here_s
+            rate = (num_requests + num_drafted * drawn) / (plain_s + always_s + num_all * each_s)
             if rate > best:
                 best, added_s = rate, each_s
         if always_s and best == plain_rate:
             return 1.0
-        return max(_LEAST_CHANCE, _MARGIN * added_s * best)
+        return max(_LEAST_CHANCE, _MARGIN * (beside_prompts_s * plain_rate if has_prompts else added_s * best))
 
     def num_drafts_for(self, request_id: str, most: int, *, sits_out: bool = False) -> int:
         """Return the number of drafts for a request that can take up to `most` in this step.
@@ -332,23 +356,28 @@ class DraftLengths:
         """
         num_requests = num_tokens - num_drafts
         num_missed, self._num_missed = self._num_missed, 0
-        follows_plain, self._was_plain = self._was_plain, not (num_drafts or num_guesses or reads_late)
+        is_plain = not (num_drafts or num_guesses or reads_late)
+        follows_plain, self._was_plain = self._was_plain, is_plain
+        delay_s, self._delay_s = self._delay_s, 0.0
         if num_requests <= 0 or seconds <= 0:
             return
-        if self._was_plain:
-            self._cost.note_plain(num_requests, seconds, follows_plain=follows_plain)
+        if is_plain:
+            is_exact = follows_plain and not (self._has_prompts or self._reads_late)
+            self._cost.note_plain(num_requests, seconds, is_exact=is_exact)
         plain_s = self._cost.plain_s(num_requests)
         if plain_s is None:
             return
         if self._account_s is None:
             self._account_s = LOAN_STEPS * plain_s
         lost_s = 0.0
-        if (num_guesses or reads_late) and not num_drafts:
-            lost_s = max(0.0, min(seconds, _LONGEST_GUESSES * plain_s) - plain_s)
-            if not reads_late:
+        if not num_drafts and (not is_plain or self._reads_late):
+            lost_s = max(-delay_s, min(seconds, _LONGEST_GUESSES * plain_s) - plain_s)
+            if is_plain:
+                lost_s = self._delay_s = max(0.0, lost_s)
+            elif not reads_late:
+                lost_s = max(0.0, lost_s)
                 self._cost.note_guesses(num_requests, num_guesses, lost_s)
         if num_drafts:
-            self._grace = max(0, self._grace - 1)
             self._in_a_row += 1
             self._num_estimated += self._cost.num_plain(num_requests) == 0
             self._last_drafts = self._step
@@ -356,11 +385,12 @@ class DraftLengths:
             seconds = min(seconds, self._cost.longest_s(num_requests, num_drafts, plain_s) + guesses_s)
             self._cost.note_drafts(num_requests, num_drafts, max(plain_s, seconds - guesses_s), plain_s)
             lost_s = seconds - plain_s * (num_requests + num_accepted - num_missed) / num_requests
+            self._grace_ends += lost_s < 0
         self._account_s = min(LOAN_STEPS * plain_s, self._account_s + ALLOWANCE * seconds - lost_s)
 
     def observe_prompts(self, num_tokens: int, seconds: float) -> None:
         """Note the time of a step of `num_tokens` tokens, most of them of prompts."""
-        self._num_missed, self._was_plain = 0, False
+        self._num_missed, self._was_plain, self._delay_s = 0, False, 0.0
         self._prompt_s = _KEPT * self._prompt_s + seconds
         self._prompt_tokens = _KEPT * self._prompt_tokens + num_tokens
 

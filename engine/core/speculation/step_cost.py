@@ -5,9 +5,10 @@
 `plain` is the base for what speculation gains or loses, so it is measured for about each number of requests. Between
 two numbers for which it is known it is estimated, as while the requests of a batch end one after the other. On a device
 that works while the next step is planned, the time between the ends of two steps of different kinds is that of neither;
-so a step without drafts counts if the one before it had none either, and others only until there is such a one. `added`
-is interpolated between the sizes that were measured. Without a measurement, a draft is taken to cost as much as a
-request. Where memory bandwidth bounds a step it costs far less, as a first try shows.
+so a step without drafts counts if the one before it had none either and the next one is launched quickly, and others
+only until there is such a one. `added` is interpolated between the sizes that were measured. Without a measurement, a
+draft is taken to cost as much as a request. Where memory bandwidth bounds a step it costs far less, as a first try
+shows.
 
 Sizes within a fifth of each other share a measurement, so memory is bounded: 4 entries for each doubling.
 
@@ -44,7 +45,7 @@ class _Plain:
     """Steps without drafts."""
 
     seconds: float
-    follows_plain: bool  # else only steps after others are known
+    is_exact: bool  # else only steps beside others are known
     count: int = 0
     noted: int = 0  # number of the newest such step, among all steps
 
@@ -113,20 +114,23 @@ class StepCost:
         known = self._guess.get(size, each)
         self._guess[size] = known + (_FASTER if each < known else _NEWEST) * (each - known)
 
-    def note_plain(self, num_requests: int, seconds: float, *, follows_plain: bool = True) -> None:
-        """Note the time of a step without drafts. `follows_plain`: the step before had none either, and no prompts."""
+    def note_plain(self, num_requests: int, seconds: float, *, is_exact: bool = True) -> None:
+        """Note the time of a step without drafts.
+
+        `is_exact`: the step before had none either, and no prompts, and launching the next one has not delayed its end.
+        """
         self._begin_note()
         size = _bin(num_requests)
         plain = self._plain.get(size)
         if plain is None or self._is_old(plain):
-            plain = self._plain[size] = _Plain(seconds, follows_plain)
-        elif plain.follows_plain and not follows_plain:
+            plain = self._plain[size] = _Plain(seconds, is_exact)
+        elif plain.is_exact and not is_exact:
             return
-        elif plain.follows_plain != follows_plain or _MOST_TIMES * seconds < plain.seconds:
+        elif plain.is_exact != is_exact or _MOST_TIMES * seconds < plain.seconds:
             plain.seconds = seconds
         elif plain.count >= _TRUSTED:
             seconds = min(seconds, _MOST_TIMES * plain.seconds)
-        plain.follows_plain = follows_plain
+        plain.is_exact = is_exact
         plain.count += 1
         plain.noted = self._num_noted
         weight = _FASTER if seconds < plain.seconds else _NEWEST

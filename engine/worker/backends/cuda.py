@@ -42,6 +42,8 @@ from .cuda_stream import Stream
 from .guesses import HeadGuesser, ModelGuesser, ReadSize, make_guesser
 from .staged_writes import StagedWrites
 
+_MOST_READS = 8  # captured reads of a draft model after a step
+
 
 class CudaBackend:
     """Implements `Backend` over a stream."""
@@ -167,10 +169,37 @@ class CudaStep:
         size = guesser.due(batch, num_guesses) if batch.rows else ReadSize.of(shape)
         if size is None:
             return
-        if captured := [known for known in self._read_graphs if known.serves(size)]:
-            self._read_graphs[min(captured, key=lambda known: (known.num_tokens, known.num_seqs, known.longest))]()
+        pieces = self._captured_reads(size)
+        is_captured = ReadSize.of(shape) in self._read_graphs
+        if len(pieces) > (_MOST_READS if is_captured else 1) or not pieces:
+            guesser.read_all(size)
             return
-        guesser.read_all(size)
+        for piece in pieces:
+            self._read_graphs[piece]()
+
+    def _captured_reads(self, size: ReadSize) -> list[ReadSize]:
+        """Return captured sizes that read so much one after the other; an empty list if there are none for it.
+
+        To launch a read that is not captured takes the CPU longer than the device needs for a captured step, so the end
+        of the step before would be noticed late. Beside a step that is not captured the device has enough to do.
+        """
+        serving = [
+            known
+            for known in self._read_graphs
+            if known.num_seqs >= size.num_seqs and known.longest >= min(size.longest, known.num_tokens)
+        ]
+        if not serving:
+            return []
+        most = max(known.num_tokens for known in serving)
+        num_full, rest = divmod(size.num_tokens, most)
+        lens = [most] * num_full + [rest] * (rest > 0)
+        return [
+            min(
+                (known for known in serving if known.num_tokens >= num_tokens),
+                key=lambda known: (known.num_tokens, known.num_seqs, known.longest),
+            )
+            for num_tokens in lens
+        ]
 
     def capture(self, shape: StepShape) -> Graph | None:
         replay = self._stream.capture(functools.partial(self.run, shape))

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.engine.core.speculation.config import MAX_DRAFTED_TOKENS
 from baton.engine.core.speculation.length import DraftLengths
 
 Device = Callable[[int], float]  # maps the tokens of a step to its seconds
@@ -69,9 +70,11 @@ def simulate(
         limit = policy.begin_step(num_requests)
         known = made if guess_s is not None else guessed if looks_ahead else None
         rooms = [most if known is None else known.pop(request, 0) for request in places]
-        counts = [
-            policy.num_drafts_for(request, room) if limit else 0 for request, room in zip(places, rooms, strict=True)
-        ]
+        counts, spare = [0] * num_requests, MAX_DRAFTED_TOKENS - num_requests
+        for place, (request, room) in enumerate(zip(places, rooms, strict=True)):
+            if limit and min(room, spare) > 0:
+                counts[place] = policy.num_drafts_for(request, min(room, spare))
+                spare -= counts[place]
         num_guesses = 0 if guess_s is None else policy.num_guesses_to_make(places)
         made = dict.fromkeys(places, num_guesses)
         in_flight.append((places.copy(), counts, num_guesses))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from .virtual_gpu import HEAD, MODEL, times_without
+from .virtual_gpu import HEAD, MODEL, QUICK_MODEL, Times, times_without
 
 pytestmark = pytest.mark.slow
 
@@ -17,11 +19,25 @@ def test_a_head_gains_what_its_guesses_are_worth(num_requests: int, times: float
     assert third > times
 
 
-@pytest.mark.parametrize("length", [256, 2000])
-def test_a_draft_model_that_is_not_worth_its_time_costs_little(length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "times", "rate"),
+    [
+        (256, MODEL, 0.9),
+        (256, QUICK_MODEL, 0.97),
+        (256, replace(MODEL, captures_reads=False), 0.9),
+        (2000, MODEL, 0.9),
+    ],
+    ids=["short", "quick guesses", "reads launched slowly", "long"],
+)
+def test_a_draft_model_that_is_not_worth_its_time_costs_little(length: int, times: Times, rate: float) -> None:
     """Each burst begins with new tries, so short ones lose most."""
-    rates = times_without(MODEL, [length] * 256, 2)
+    rates = times_without(times, [length] * 256, 2, rate=rate)
     assert min(rates) > (0.965 if length < 1000 else 0.98)
+
+
+def test_no_guesses_are_made_where_a_step_has_no_room_for_drafts() -> None:
+    (rate,) = times_without(QUICK_MODEL, [256] * 512)
+    assert rate > 0.999
 
 
 @pytest.mark.exhaustive

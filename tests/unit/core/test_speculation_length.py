@@ -238,6 +238,27 @@ def test_guesses_of_the_device_that_overdraw_the_account_are_used(depth: int) ->
     assert simulate(slow, 1, [0.7], num_steps=3000, depth=depth, guess_s=5e-4).drafts > 0.5 * normal.drafts
 
 
+@pytest.mark.parametrize(("guess_s", "are_made"), [(1e-3, True), (2e-2, False)])
+def test_beside_prompts_guesses_are_made_only_if_drafts_pay_for_them(guess_s: float, are_made: bool) -> None:
+    """There a draft costs little itself, as it takes the place of a prompt token."""
+    names = [str(number) for number in range(64)]
+    policy = DraftLengths(3, guesses_ahead=True, guesses_most=True)
+    num_guessed = 0
+    for _ in range(200):
+        limit = policy.begin_step(64)
+        counts = [policy.num_drafts_for(name, num_guessed) if limit and num_guessed else 0 for name in names]
+        num_guessed = policy.num_guesses_to_make(names)
+        for name, count in zip(names, counts, strict=True):
+            policy.settled(name, count, count)
+        policy.observe(64 + sum(counts), 1e-2 + guess_s * num_guessed, sum(counts), sum(counts), num_guessed)
+    guesses = []
+    for _ in range(50):
+        policy.observe_prompts(4096, 0.1)
+        policy.begin_step(64, 2000)
+        guesses.append(policy.num_guesses_to_make(names))
+    assert sum(count > 0 for count in guesses) == 50 if are_made else sum(guesses) <= 3
+
+
 def test_a_request_that_misses_a_step_for_its_drafts_has_them_where_more_than_one_is_accepted() -> None:
     def drafts(accepted: float, *, sits_out: bool) -> list[int]:
         return run(ready(), accepted=accepted, steps=300, sits_out=sits_out)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.engine.core.config import EngineCoreConfig
 from baton.engine.core.engine import EngineCore
@@ -17,7 +18,7 @@ from baton.engine.core.step import Chunk, ChunkResult, StepPlan, StepResult
 
 PROMPT_LEN = 512
 MOST_DRAFTS = 3
-BUDGET = 16384  # tokens in a step
+BUDGET = 4096  # tokens in a step
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,27 @@ class Times:
     step: float = 3.75e-3  # reading the weights
     token: float = 22e-6  # in a step of so many that products bound it
     request: float = 36e-6  # attention of one decode
-    guess: float = 0.3e-3  # one guess for all requests; the first of a model is what it reads
+    guess: float = 0.3e-3  # one guess for all requests, or one read of a draft model
     request_guess: float = 5e-6
     unread_token: float = 0.0  # what a draft model reads; 0: the drafter is a head, which leaves nothing unread
     host: float = 0.3e-3  # planning
+    captured: int = 1024  # the most tokens of a captured step; later reads take several captured ones
+    launch: float = 25e-3  # of the host, for a step or a read that is not captured
+    captures_reads: bool = True  # those of captured steps
 
 
 HEAD = Times()
 MODEL = Times(guess=1.2e-3, request_guess=25e-6, unread_token=2.5e-6)
+# Guesses for a full batch would pay if all of its requests had room for their drafts.
+QUICK_MODEL = replace(MODEL, guess=0.9e-3, request_guess=16e-6)
 
 
 class VirtualGpu:
-    """A `Runner` that accepts each draft with a given chance. Steps run one after the other."""
+    """A `Runner` that accepts each draft with a given chance. Steps run one after the other.
+
+    The host is busy while it launches, so it may take a result later than the device has it. The device cannot end
+    before all is launched.
+    """
 
     def __init__(self, times: Times, rate: float) -> None:
         self.now_s = 0.0
@@ -56,12 +66,20 @@ class VirtualGpu:
         for start in plan.started_rows:
             self._unread[start.row], self._num_known[start.row] = 0, len(start.prompt_token_ids)
         num_decodes = sum(chunk.samples and chunk.num_tokens == 1 + chunk.num_drafts for chunk in plan.chunks)
+        is_captured = plan.num_tokens <= times.captured
         seconds = max(times.step, times.token * plan.num_tokens) + times.request * num_decodes
-        seconds += plan.num_guesses * (times.guess + times.request_guess * num_decodes)
-        if times.unread_token:  # beyond that of the newest token of each decode
-            seconds += times.unread_token * max(0, self._read(plan) - num_decodes)
+        num_uncaptured, num_runs, num_rounds = int(not is_captured), plan.num_guesses, plan.num_guesses
+        if times.unread_token and (num_read := self._read(plan)):
+            num_reads = math.ceil(num_read / times.captured) if is_captured and times.captures_reads else 1
+            num_uncaptured += num_read > times.captured * num_reads
+            num_runs, num_rounds = max(0, num_runs - 1) + num_reads, max(1, num_rounds)
+            # With guesses, the newest token of each decode is a part of the first.
+            seconds += times.unread_token * (num_read - num_decodes * (plan.num_guesses > 0))
+        seconds += times.guess * num_runs + times.request_guess * num_decodes * num_rounds
         self.now_s += times.host
         self._free_s = max(self._free_s, self.now_s) + seconds * self._draw.uniform(0.98, 1.02)
+        self.now_s += times.launch * num_uncaptured
+        self._free_s = max(self._free_s, self.now_s)
         return _Launched(self, plan, self._free_s)
 
     def _read(self, plan: StepPlan) -> int:
@@ -104,11 +122,11 @@ class _Launched:
 class Engine:
     """An engine on such a device, which drafts or not, with cached prompts after the first burst."""
 
-    def __init__(self, times: Times, *, drafts: bool, rate: float = 0.9, budget: int = BUDGET) -> None:
+    def __init__(self, times: Times, *, drafts: bool, rate: float = 0.9) -> None:
         config = EngineCoreConfig(
             num_blocks=90_000,
             max_num_seqs=512,
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=BUDGET,
             max_model_len=8192,
             vocab_size=1000,
         )
@@ -119,7 +137,7 @@ class Engine:
             edits_on_host=True,
             on_device=True,
             guesses_most=True,
-            most_read=budget if times.unread_token else None,
+            most_read=BUDGET if times.unread_token else None,
         )
         scheduler = Scheduler(config, clock=self._gpu.clock, drafting=drafting if drafts else None)
         self._core = EngineCore(scheduler, self._gpu)
@@ -136,9 +154,11 @@ class Engine:
         return self._gpu.now_s - began_s
 
 
-def times_without(times: Times, lengths: Sequence[int], num_bursts: int = 1, **sampling: int) -> list[float]:
+def times_without(
+    times: Times, lengths: Sequence[int], num_bursts: int = 1, *, rate: float = 0.9, **sampling: int
+) -> list[float]:
     """Return, for each of several equal bursts, how many times as fast an engine is that may draft."""
-    with_drafts, without = (Engine(times, drafts=drafts) for drafts in (True, False))
+    with_drafts, without = (Engine(times, drafts=drafts, rate=rate) for drafts in (True, False))
     for engine in (with_drafts, without):  # prompts are cached then
         engine.burst([1] * len(lengths))
     plain_s = without.burst(lengths, **sampling)

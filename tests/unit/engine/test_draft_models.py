@@ -316,6 +316,42 @@ def test_prompts_are_read_at_once_beside_decodes_of_which_those_are_read_that_th
     assert rows.known(31) == every.known(31), "the guesses are the same"
 
 
+def test_a_gpu_reads_late_by_replaying_captured_sizes(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To launch so many tokens otherwise would take the CPU longer than the device needs for the step."""
+    stream = _CountingStream()
+    late = _Rows(engines, CudaBackend(stream, CudaShapes(LIMITS, max_tokens=32), torch.float32), monkeypatch)
+    at_once = _Rows(engines, _cpu(), monkeypatch)
+    for rows in (late, at_once):
+        rows.step(_chunk(0, 0, 6), _chunk(1, 0, 9), starts=[0, 1])
+        for number in range(25):
+            rows.step(_chunk(0, 6 + number), _chunk(1, 9 + number))
+    assert at_once.step(_chunk(0, 31), _chunk(1, 34), reads_from=0) == 1
+    stream.num_replays = 0
+    assert late.step(_chunk(0, 31), _chunk(1, 34), reads_from=0) == 2, "52 tokens, of which 32 are captured at most"
+    assert stream.num_replays == 3, "the step, and both parts of what is read"
+    assert late.num_read() == [32, 35]
+    for rows in (late, at_once):
+        rows.step(_chunk(0, 32), _chunk(1, 35), num_guesses=MOST)
+    assert late.known(34) == at_once.known(34), "the guesses are the same"
+
+
+class _CountingStream(InlineStream):
+    """An inline stream that counts the replays of what was captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_replays = 0
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+        replay = super().capture(work)
+
+        def counted() -> object:
+            self.num_replays += 1
+            return replay()
+
+        return counted
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [1, 2])

@@ -27,9 +27,6 @@ class ReadSize(NamedTuple):
         """Return the size of a read after a step of this shape, if all tokens before it have been read."""
         return cls(shape.num_seqs, shape.num_tokens, shape.max_query_len)
 
-    def serves(self, other: ReadSize) -> bool:
-        return all(own >= needed for own, needed in zip(self, other, strict=True))
-
 
 class ModelGuesser(Guesser):
     """Guesses by a draft model, which reads the tokens, and nothing from the model.
