@@ -151,7 +151,7 @@ class LoadReports:
             steps=steps,
             live=sum(each.num_requests for each in stats),
             waiting=sum(each.num_requests_waiting for each in stats),
-            used_blocks=sum(each.num_blocks - each.num_blocks_free for each in stats),
+            used_blocks=sum(each.num_blocks - each.num_blocks_left for each in stats),
             blocks_of_a_group=sum(each.num_blocks for each in stats) / len(own) if own else 0.0,
         )
 

@@ -134,7 +134,7 @@ def plan_fleet(spec: FleetSpec, role: Role, machines: Machines, num_local: int) 
     caches = engine_caches(model).on_each_rank(config.tensor_parallel_size)
     size = size_kv_cache(config, memory, caches, max_num_seqs=steps.max_num_seqs, context_len=model.max_model_len)
     if on_gpu:
-        check_blocks_fit(config, caches, size, memory.left_bytes - step)
+        check_blocks_fit(config, caches, size, memory.left_bytes)
     arenas = [ArenaPlan(group, count) for group, count in zip(caches.groups, size.blocks_by_group, strict=True)]
     return FleetPlan(role, config, steps, device, weights, step, arenas, size.max_model_len, size.shortened)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +10,8 @@ from baton.cluster.engines.launch import assign_ranks
 from baton.cluster.spec import FleetSpec, Reservations
 
 from .sizing import GB
+
+_ROUNDING = 1e-4  # shares of a GPU that are smaller do not count: Ray counts to four decimals
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class RankPlan:
     tp_rank: int
     engine_rank: int  # rank of the engine that this worker belongs to, as gateways and clients use it
     node: int
+    gpu: int | None  # number on the node of its GPU, or of the first of them; None: it reserves none
     num_local: int  # ranks of its group on its node
 
 
@@ -51,41 +53,72 @@ def find_too_large_for_a_node(spec: FleetSpec, machines: Machines) -> Iterator[s
             yield f"{role}: a worker needs {each:g} GPUs, a node has {machines.gpus_per_node}"
 
 
+class _Node:
+    """The GPUs of a node, and which share of each is not reserved."""
+
+    def __init__(self, num_gpus: int) -> None:
+        self._free = [1.0] * num_gpus
+        self._left = float(num_gpus)  # of all together
+
+    def capacity(self, each: float) -> int:
+        """Return how many more bundles of `each` GPUs fit: a share is on a single GPU, above 1 they are whole."""
+        if self._left + _ROUNDING < each:
+            return 0
+        if each < 1:
+            return sum(int((free + _ROUNDING) / each) for free in self._free)
+        return int(len(self._fitting(each)) / each)
+
+    def take(self, each: float) -> int:
+        """Take the GPUs of one bundle, which must fit. Returns the first one's number.
+
+        As Ray does, put a share on the GPU that has the least left.
+        """
+        gpus = self._fitting(each)
+        taken = [min(gpus, key=lambda gpu: self._free[gpu])] if each < 1 else gpus[: int(each)]
+        for gpu in taken:
+            self._free[gpu] -= min(each, 1.0)
+        self._left -= each
+        return taken[0]
+
+    def _fitting(self, each: float) -> list[int]:
+        return [gpu for gpu, free in enumerate(self._free) if free + _ROUNDING >= min(each, 1.0)]
+
+
 def place_ranks(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:
     """Place all ranks as Ray's PACK does: a group on as few nodes as possible, groups one after the other."""
-    free: list[float] = []
+    nodes: list[_Node] = []
     reservations = Reservations(spec, machines.gpus_per_node)
     for role, fleet in spec.fleets.present.items():
         config = spec.engine_config(role)
         each = reservations.gpus_of(role)
         for group in range(fleet.bounds.max_replicas):
-            nodes = _pack(free, config.world_size, each, machines.gpus_per_node)
+            places = _pack(nodes, config.world_size, each, machines.gpus_per_node)
             first = spec.first_rank(role) + group * config.data_parallel_size
-            for rank in assign_ranks([str(node) for node in nodes], config.tensor_parallel_size):
+            for rank in assign_ranks([str(node) for node, _ in places], config.tensor_parallel_size):
                 dp_rank, tp_rank = divmod(rank.rank, config.tensor_parallel_size)
-                yield RankPlan(role, group, dp_rank, tp_rank, first + dp_rank, nodes[rank.bundle], rank.num_local)
+                node, gpu = places[rank.bundle]
+                yield RankPlan(role, group, dp_rank, tp_rank, first + dp_rank, node, gpu, rank.num_local)
 
 
-def _pack(free: list[float], size: int, each: float, per_node: int) -> list[int]:
-    """Choose the node of each bundle; update the `free` GPUs of each node, and add nodes as needed.
+def _pack(nodes: list[_Node], size: int, each: float, per_node: int) -> list[tuple[int, int | None]]:
+    """Choose the node and the GPU of each bundle, which they then lack. Adds nodes as needed.
 
     A bundle takes `each` GPUs of the `per_node`, which must suffice for one.
     """
 
     def capacity(node: int) -> int:
-        return size if each == 0 else int(free[node] / each + 1e-9)
+        return size if each == 0 else nodes[node].capacity(each)
 
-    if not free:
-        free.append(per_node)
-    nodes: list[int] = []
-    while len(nodes) < size:
-        left = size - len(nodes)
-        whole = [node for node in range(len(free)) if capacity(node) >= left]
-        node = whole[0] if whole else max(range(len(free)), key=capacity)
+    if not nodes:
+        nodes.append(_Node(per_node))
+    places: list[tuple[int, int | None]] = []
+    while len(places) < size:
+        left = size - len(places)
+        whole = [node for node in range(len(nodes)) if capacity(node) >= left]
+        node = whole[0] if whole else max(range(len(nodes)), key=capacity)
         taken = min(left, capacity(node))
-        if taken == 0 or (not whole and not nodes and capacity(node) < min(size, math.floor(per_node / each))):
-            free.append(per_node)
+        if taken == 0 or (not whole and not places and taken < min(size, _Node(per_node).capacity(each))):
+            nodes.append(_Node(per_node))
             continue
-        free[node] -= taken * each
-        nodes += [node] * taken
-    return nodes
+        places += [(node, nodes[node].take(each) if each else None) for _ in range(taken)]
+    return places

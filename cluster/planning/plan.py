@@ -6,6 +6,7 @@ measures: `Plan.assumptions`, and the memory of steps, an estimate (`fleet_memor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -108,14 +109,19 @@ def _hosts(plan: Plan) -> list[HostNeeds]:
 
 
 def _overcommitted_gpus(plan: Plan) -> Iterator[str]:
+    """Explain for each node on which of its GPUs the engines take the most memory, if it is more than there is."""
     taken = {fleet.role: fleet.gpu_bytes for fleet in plan.fleets}
-    total = plan.machines.gpus_per_node * plan.machines.gpu_memory_bytes
+    by_gpu: Counter[tuple[int, int]] = Counter()
+    for rank in plan.ranks:
+        if rank.gpu is not None:
+            by_gpu[rank.node, rank.gpu] += taken.get(rank.role, 0)
+    total = plan.machines.gpu_memory_bytes
     for node in range(plan.num_nodes):
-        num_bytes = sum(taken.get(rank.role, 0) for rank in plan.ranks if rank.node == node)
+        num_bytes, gpu = max(((by_gpu[place], place[1]) for place in by_gpu if place[0] == node), default=(0, 0))
         if num_bytes > total:
             yield (
-                f"node {node}: its engines take {num_bytes / GB:.1f} GB of its GPUs' {total / GB:.1f}: give those that "
-                "share a GPU less KV memory"
+                f"node {node}: the engines on its GPU {gpu} take {num_bytes / GB:.1f} GB of {total / GB:.1f}: give "
+                "those that share a GPU less KV memory"
             )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 
 from baton.cluster.contracts import Role
 from baton.cluster.pluralize import pluralize
@@ -11,6 +11,7 @@ from baton.cluster.pluralize import pluralize
 from .application import FleetSpec
 
 SMALLEST_AMOUNT = 0.001  # of a Ray resource, for bundles that must not be empty
+_WHOLE_GPU = 10_000  # Ray counts to four decimals
 REPLICA_CPUS = 0.1  # that a group's replica reserves in addition to its ranks
 
 Bundle = dict[str, float]  # Ray's resources by name
@@ -55,7 +56,7 @@ class Reservations:
             role: fleet.first_replicas * self._spec.engine_config(role).world_size
             for role, fleet in self._spec.fleets.present.items()
         }
-        needed = sum(count * self.gpus_of(role) for role, count in ranks.items())
+        needed = num_gpus(self.gpus_of(role) for role, count in ranks.items() for _ in range(count))
         if needed <= self._cluster_gpus:
             return ""
         return (
@@ -93,3 +94,23 @@ class Reservations:
             f"the cluster has no room for all engines: they reserve {', '.join(lacking)}. Give fewer or smaller "
             "groups, less num_cpus or resources a fleet, or add machines"
         )
+
+
+def num_gpus(amounts: Iterable[float]) -> float:
+    """Return how many GPUs workers take that reserve these amounts, if Ray places the largest first.
+
+    A share is on a single GPU: on the one that has the least left of those that it fits on.
+    """
+    needed, left = 0.0, Counter[int]()  # how many GPUs have so many ten-thousandths left
+    for amount in sorted(amounts, reverse=True):
+        share = round(amount * _WHOLE_GPU)
+        if share >= _WHOLE_GPU or not share:
+            needed += amount
+            continue
+        free = min((free for free, count in left.items() if count and free >= share), default=None)
+        if free is None:
+            needed, free = needed + 1, _WHOLE_GPU
+        else:
+            left[free] -= 1
+        left[free - share] += 1
+    return needed

@@ -144,6 +144,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationStats | None = None  # None: the engine runs without speculation
 
     @property
+    def num_blocks_left(self) -> int:
+        """The free blocks if no cache group had a larger share of them than the group that has the fewest left."""
+        return min(self.num_blocks_free, round((1 - self.kv_usage) * self.num_blocks))
+
+    @property
     def num_requests(self) -> int:
         """All requests in the engine: running, waiting to run, and waiting for KV."""
         return self.num_requests_running + self.num_requests_waiting + self.num_requests_waiting_for_kv

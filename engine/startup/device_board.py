@@ -38,14 +38,20 @@ class FileBoard:
     """Implements `DeviceBoard`. Only one thread of a process uses it."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open the file, or make it. Raises `OSError` if that is not possible."""
+        """Open the file, or make it. Raises `OSError` if that is not possible, or if it belongs to another user.
+
+        A file's owner can truncate it, and that ends every process that maps it.
+        """
         self._clock = clock
         self._me = secrets.randbits(64) | 1
         self._place: int | None = None  # the number of this engine's place, if it has had one
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(path, flags, 0o600)
         try:
-            if os.fstat(self._file).st_size < _SIZE:
+            status = os.fstat(self._file)
+            if status.st_uid != os.geteuid():
+                raise PermissionError(f"{path} belongs to another user")
+            if status.st_size < _SIZE:
                 os.truncate(self._file, _SIZE)
             self._memory = mmap.mmap(self._file, _SIZE)
         except OSError:

@@ -105,8 +105,8 @@ def kv_budget(config: EngineConfig, memory: CpuMemory | GpuMemory) -> KVBudget:
     if isinstance(memory, CpuMemory):
         of_machine = min(int(memory.free_bytes * _SHARE_OF_FREE_MEMORY), _MOST_BYTES)
         return KVBudget(max(0, of_machine // memory.num_local - memory.draft_bytes), "kv_cache_memory_bytes")
-    left = usable_gpu_bytes(config, memory.total_bytes) - (memory.used_bytes - memory.others_bytes)
-    left = min(left, memory.left_bytes) - memory.step_bytes
+    own_bytes = memory.used_bytes - memory.others_bytes + memory.step_bytes
+    left = min(usable_gpu_bytes(config, memory.total_bytes) - own_bytes, memory.left_bytes)
     return KVBudget(max(0, left), "gpu_memory_utilization" if config.gpu_share == 1 else "gpu_share")
 
 
@@ -141,7 +141,10 @@ def check_given_size(model: ModelConfig, config: EngineConfig) -> None:
 
 
 def check_blocks_fit(config: EngineConfig, caches: CacheLayout, size: KVSize, left_bytes: int) -> None:
-    """Raise `InvalidEngineConfig` if blocks that the arguments ask for take more than a device has left for them."""
+    """Raise `InvalidEngineConfig` if blocks that the arguments ask for take more than a device has left for them.
+
+    `left_bytes` is that of `CpuMemory` or `GpuMemory`.
+    """
     setting = config.kv_size_setting
     pairs = zip(size.blocks_by_group, caches.groups, strict=True)
     num_bytes = sum(num_blocks * group.blocks.block_bytes for num_blocks, group in pairs)

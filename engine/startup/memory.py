@@ -35,8 +35,8 @@ class GpuMemory:
 
     @property
     def left_bytes(self) -> int:
-        """The free memory. Steps will take a part of it."""
-        return self.total_bytes - self.used_bytes
+        """The free memory, without what steps will take of it."""
+        return self.total_bytes - self.used_bytes - self.step_bytes
 
 
 def usable_gpu_bytes(config: EngineConfig, total_bytes: int) -> int:

@@ -353,7 +353,7 @@ def _pairs(source: EngineRecord, record: EngineRecord) -> bool:
 
 
 def _is_full(view: EngineView, tokens: int) -> bool:
-    return view.stats is not None and view.stats.num_blocks_free * BLOCK_SIZE < tokens
+    return view.stats is not None and view.stats.num_blocks_left * BLOCK_SIZE < tokens
 
 
 def _order(tie: str, engine: EngineRecord) -> bytes:

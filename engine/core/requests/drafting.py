@@ -20,7 +20,6 @@ with drafts is in flight, and it gets drafts only if they are worth a missed ste
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -32,11 +31,11 @@ from ..speculation.stats import SpeculationCounter, SpeculationStats
 from ..step import Chunk
 from .request import Request
 
+# Tokens of requests of which a drafter is told in one step: it indexes 1000 in 0.4 ms, while nothing is planned.
+MOST_STARTED_TOKENS = 1 << 16
 # Tokens of each request, on average, that a draft model has not read:
 MOST_UNREAD = 32  # while guesses are likely soon
 FEW_UNREAD = 8  # before it makes guesses
-_TOKEN_TYPE = "i"
-_TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 
 
 def make_drafting(core: EngineCoreConfig, device: str) -> Drafting | None:
@@ -95,6 +94,7 @@ class Drafting:
             self._lengths = DraftLengths(most, guesses_ahead=on_device, guesses_most=guesses_most)
         self._counter = SpeculationCounter(most)
         self._num_told: dict[Request, int] = {}  # how many tokens of each request the drafter knows
+        self._num_started = 0  # tokens of requests of which it was told since the last `begin_step`
         self._predicted: dict[Request, PredictedText] = {}  # for requests that the drafter knows
         self._num_accepted = 0  # in the step that is being settled
 
@@ -110,6 +110,7 @@ class Drafting:
 
     def begin_step(self, num_decodes: int, num_prompt_tokens: int) -> bool:
         """Return whether any of `num_decodes` requests may have drafts in the next step, beside tokens of prompts."""
+        self._num_started = 0
         if self._lengths is None:
             return num_decodes > 0
         return self._lengths.begin_step(num_decodes, num_prompt_tokens) > 0
@@ -141,6 +142,8 @@ class Drafting:
             return Drafts(num_drafts, request.guesses[:num_drafts])
         if self._on_device:
             return Drafts(num_drafts)
+        if not self._may_tell(request):
+            return NO_DRAFTS
         self._tell(request)
         num_coming = request.num_computed - len(request.token_ids)
         guesses = self.drafter.propose(request.request_id, num_coming + num_drafts)
@@ -211,14 +214,23 @@ class Drafting:
             num_drafts = self._lengths.expected(request.request_id, num_drafts)
         if num_drafts <= 0:
             return 0, ()
+        if not self._may_tell(request):
+            return num_drafts, ()
         self._tell(request)
         return num_drafts, self.drafter.propose(request.request_id, num_drafts)
+
+    def _may_tell(self, request: Request) -> bool:
+        """Return whether the drafter may be told of the request in this step. It may always be told of one."""
+        if request in self._num_told or not self._num_started:
+            return True
+        return self._num_started + _text_size(request) <= MOST_STARTED_TOKENS
 
     def _tell(self, request: Request) -> None:
         """Make the drafter know all tokens of the request."""
         known = request.token_ids
         num_told = self._num_told.get(request)
         if num_told is None:
+            self._num_started += _text_size(request)
             message = request.message
             prediction = message.prediction_token_ids
             if prediction:
@@ -294,6 +306,11 @@ class Drafting:
         return self._counter.stats()
 
 
+def _text_size(request: Request) -> int:
+    """Return the number of a request's tokens, its prediction included."""
+    return len(request.token_ids) + len(request.message.prediction_token_ids)
+
+
 def _read_from(requests: Sequence[Request], most: int) -> int:
     """Return the first request from which on a draft model has at most `most` tokens to read, and count them as read.
 
@@ -308,15 +325,16 @@ def _read_from(requests: Sequence[Request], most: int) -> int:
 
 
 class PredictedText:
-    """The tokens of one prediction. A search takes about a microsecond for a few thousand tokens."""
+    """The tokens of one prediction, as characters of a text. A search takes 0.1 ms for 100 000 tokens."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._packed = array(_TOKEN_TYPE, token_ids).tobytes()
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self._text = _as_text(token_ids)
 
     def contains(self, token_ids: Iterable[int]) -> bool:
         """Return whether the prediction has these tokens, one right after the other."""
-        run = array(_TOKEN_TYPE, token_ids).tobytes()
-        at = self._packed.find(run)
-        while at > 0 and at % _TOKEN_BYTES:  # a match that begins in the middle of a token is none
-            at = self._packed.find(run, at + 1)
-        return at >= 0
+        return _as_text(token_ids) in self._text
+
+
+def _as_text(token_ids: Iterable[int]) -> str:
+    """Return a text with one character for each token, so that `in` compares whole tokens."""
+    return "".join(map(chr, token_ids))

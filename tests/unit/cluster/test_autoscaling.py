@@ -310,6 +310,14 @@ def test_a_sample_sums_the_listed_groups() -> None:
     assert loads.sample(2.0, [], []).fleet(U).busy_s == 3.0, "the sum must not fall when groups leave"
 
 
+def test_an_engine_is_as_full_as_the_cache_group_that_has_the_fewest_blocks_left() -> None:
+    loads, group = LoadReports(), group_of("a", size=1)
+    stats = msgspec.structs.replace(CountingEngine().stats(), num_blocks=200, num_blocks_free=150, kv_usage=0.95)
+    loads.update_group(group, [EnginePulse(0.0, 3, 1, 0, 0.0, stats)])
+    fleet = loads.sample(1.0, [], [group]).fleet(U)
+    assert (fleet.used_blocks, fleet.blocks_of_a_group) == (190, 200)
+
+
 def test_a_gateway_reports_what_its_histograms_counted() -> None:
     metrics = GatewayMetrics("m", list)
     metrics.requests.inc(3)

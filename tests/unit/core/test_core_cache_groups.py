@@ -48,6 +48,17 @@ class TestWindows:
         assert most == -(-WINDOW // BLOCK_SIZE) + 1
         engine.run_to_the_end()
 
+    def test_blocks_that_only_one_group_has_left_are_not_left_for_requests(self) -> None:
+        engine = engine_of((24, None), (40, WINDOW))
+        assert engine.core.stats().num_blocks_left == 64
+        engine.add(request("a", LONG[:30], max_tokens=40))
+        engine.step()
+        while held(engine)[0] < 16:
+            engine.step()
+        stats = engine.core.stats()
+        assert (stats.num_blocks_left, stats.num_blocks_free) == (64 * 8 // 24, 64 - sum(held(engine)))
+        engine.run_to_the_end()
+
     def test_a_prompt_read_in_chunks_gives_back_as_it_goes(self) -> None:
         engine = engine_of((32, None), (32, WINDOW), max_num_batched_tokens=8)
         engine.add(request("a", LONG[:64], max_tokens=4))

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from baton.engine.core.messages import FinishReason
-from baton.engine.core.requests.drafting import Drafting
+from baton.engine.core.requests.drafting import MOST_STARTED_TOKENS, Drafting
+from baton.engine.core.requests.request import FinishRule, Request
 from baton.engine.core.sampling import StructuredOutputsParams
 from baton.engine.core.scheduling import running_requests
 from baton.engine.core.speculation.drafter import Drafter
 from baton.engine.core.speculation.length import DraftLengths
+from baton.engine.core.speculation.ngram import NgramDrafter
 from baton.engine.core.speculation.stats import NO_DRAFTS
+from baton.engine.core.stages import Stages
 from baton.engine.core.step import Chunk, StepPlan
 
 from . import core_harness
@@ -350,3 +353,27 @@ def test_drafts_are_tried_soon_after_a_request_with_a_prediction_has_come(monkey
     assert not calls
     engine.add(request("b", 6, max_tokens=3, prediction_token_ids=[7, 8]))
     assert len(calls) == 1
+
+
+def test_long_prompts_are_indexed_in_several_steps_so_that_no_step_waits_for_all_of_them() -> None:
+    limits = config(num_blocks=MOST_STARTED_TOKENS, max_model_len=4 * MOST_STARTED_TOKENS)
+
+    def decoding(request_id: str, num_tokens: int) -> Request:
+        message = request(request_id, [3, 4] * (num_tokens // 2), max_tokens=9)
+        made = Request(message, FinishRule(message, limits), 0, Stages())
+        made.advance(0, num_tokens, samples=True)
+        return made
+
+    drafting, half = Drafting(NgramDrafter(2, 2), 3, adapts=False), MOST_STARTED_TOKENS // 2
+    requests = [decoding("a", half), decoding("b", half), decoding("c", 6), decoding("d", 3 * MOST_STARTED_TOKENS)]
+
+    def drafted() -> list[int]:
+        drafting.begin_step(len(requests), 0)
+        return [drafting.propose(each, 3).num_drafts for each in requests]
+
+    assert drafted() == [3, 3, 0, 0]
+    assert drafted() == [3, 3, 3, 0], "a request that has been indexed costs nothing more"
+    drafting.begin_step(4, 0)
+    assert drafting.guess_for_grammar(requests[3]) == (3, [3, 4, 3]), "any length is possible, alone"
+    assert drafting.guess_for_grammar(decoding("e", 2)) == (3, ()), "its grammar looks ahead all the same"
+    assert drafted() == [3, 3, 3, 3]

@@ -13,6 +13,7 @@ tokens = st.lists(st.sampled_from([0, 1, 256, 65536]), max_size=12)
 
 @given(tokens, tokens.filter(bool))
 @example([0, 256], [1])  # its bytes are there, within two tokens
+@example([0xD83D, 0xDE00], [0x1F600])  # so are the two halves of a character
 @example([1, 1], [1, 1])
 def test_a_run_is_found_where_it_stands_token_by_token(text: list[int], run: list[int]) -> None:
     places = range(len(text) - len(run) + 1)

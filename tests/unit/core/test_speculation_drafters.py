@@ -234,6 +234,24 @@ def test_a_busy_salt_takes_no_others_place_once_it_has_its_share(num_quiet: int)
         assert drafter.propose(str(number), 5) == answer[10:15]
 
 
+def test_a_salt_with_long_answers_takes_no_others_place_either() -> None:
+    drafter, draw = suffix(cached=10_000), random.Random(0)
+    drafter.learn(quiet := [draw.randrange(10_000) for _ in range(50)], "quiet")
+    for number in range(2 * RECENT_TOKENS // ANSWER_TOKENS):
+        drafter.learn(range(number, number + ANSWER_TOKENS), "busy")
+        assert drafter.recent.num_tokens <= RECENT_TOKENS
+    drafter.start(DraftedRequest("a", quiet[:10], cache_salt="quiet"))
+    assert drafter.propose("a", 5) == quiet[10:15]
+
+
+def test_the_newest_answer_is_kept_even_if_there_is_room_for_one_alone() -> None:
+    drafter = suffix(cached=1)
+    for salt in ("first", "second"):
+        drafter.learn([5, 6, 7, 8], salt)
+    drafter.start(DraftedRequest("a", [5, 6], cache_salt="second"))
+    assert drafter.propose("a", 2) == [7, 8]
+
+
 def test_no_answers_are_kept_where_none_are_asked_for() -> None:
     drafter = suffix(cached=0)
     drafter.start(DraftedRequest("a", [1], [5, 6, 7]))

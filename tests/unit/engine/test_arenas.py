@@ -18,7 +18,7 @@ from baton.engine.startup.arenas import (
     longest_sequence,
     needs_of,
 )
-from baton.engine.startup.kv_size import ENOUGH_FREE_BYTES, MOST_CACHE_BLOCKS, KVSize, size_kv_cache
+from baton.engine.startup.kv_size import ENOUGH_FREE_BYTES, MOST_CACHE_BLOCKS, KVSize, check_blocks_fit, size_kv_cache
 from baton.engine.startup.memory import CpuMemory, GpuMemory
 
 FULL = LayerCache(kind=CacheKind.FULL, num_kv_heads=8, head_dim=64, dtype="bfloat16")
@@ -150,6 +150,23 @@ def test_an_engine_with_a_share_of_a_gpu_counts_its_own_memory_alone_but_takes_n
     assert blocks(8, 7) == (1 << 30) // block_bytes, "others take more than their shares"
     with pytest.raises(InvalidEngineConfig, match=r"gpu_share.* take 4.3 GB of 4.3, steps 1.1 GB; raise the share"):
         blocks(6, 2)
+
+
+@pytest.mark.parametrize("setting", ["kv_cache_memory_bytes", "num_gpu_blocks_override"])
+def test_blocks_of_a_given_size_must_fit_beside_what_steps_take_of_a_gpu(setting: str) -> None:
+    memory = GpuMemory(total_bytes=10 << 30, used_bytes=4 << 30, step_bytes=1 << 30)
+    caches, unit = layout(FULL), layout(FULL).only.blocks.block_bytes if setting == "num_gpu_blocks_override" else 1
+
+    def check(num_bytes: int) -> None:
+        args: dict[str, int] = {setting: num_bytes // unit}
+        check_blocks_fit(
+            EngineConfig(model="m", **args), caches, size_of(memory, max_model_len=8192, **args), memory.left_bytes
+        )
+
+    check(5 << 30)
+    with pytest.raises(InvalidEngineConfig, match=r"its KV blocks take 5.9 GB, and 5.4 GB are left") as caught:
+        check(11 << 29)
+    assert caught.value.field == setting
 
 
 def test_more_than_full_load_is_taken_for_prefixes_only_and_not_unasked_on_a_cpu() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,14 @@ def test_the_file_is_this_users_and_named_after_the_gpu(
     caplog.set_level(logging.INFO)
     assert device_board.board_of("GPU-1") is None
     assert "do not yield" in caplog.text
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_a_file_of_another_user_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_board, "FOLDER", tmp_path)
+    board = device_board.board_of("GPU-1")
+    assert board is not None
+    (file,) = tmp_path.iterdir()
+    os.chown(file, 12345, -1)
+    assert device_board.board_of("GPU-1") is None
+    board.close()

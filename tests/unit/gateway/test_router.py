@@ -197,8 +197,9 @@ def test_the_patience_of_a_session_is_for_its_home_and_not_for_another_path() ->
     assert paths == {Path.LOCAL_PREFILL}
 
 
-def test_a_full_engine_is_chosen_only_without_another() -> None:
-    full, busy = view(0, num_blocks_free=0), view(1, num_requests_running=50)
+@pytest.mark.parametrize("blocks", [{"num_blocks_free": 0}, {"num_blocks_free": 900, "kv_usage": 1.0}], ids=str)
+def test_a_full_engine_is_chosen_only_without_another(blocks: dict[str, float]) -> None:
+    full, busy = view(0, **blocks), view(1, num_requests_running=50)
     assert rank_of(router(), [full, busy], [1] * 20) == 1
     assert rank_of(router(), [full], [1] * 20) == 0
 

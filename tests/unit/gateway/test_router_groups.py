@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Collection
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from baton.cluster.cached_blocks import CachedBlocks, FoundPrefix
 from baton.cluster.contracts import Role
 from baton.cluster.gateway.routing.router import Path
+from baton.engine.core.block_log import BlocksCached, GroupBlocks, HitRule
 from baton.engine.core.layout import BLOCK_SIZE, CHECKPOINT_TOKENS
 
 from .engine_views import view
@@ -42,3 +50,39 @@ def test_a_decode_engine_that_has_the_blocks_needs_only_the_state_of_a_hand_off(
         for number in range(10)
     ]
     assert {placement.engine.rank for placement in placements if placement} == {2}
+
+
+NUM_BLOCKS = 10  # of a prompt, named 0, 1, ...
+RULES = st.one_of(
+    st.just(HitRule()),
+    st.builds(lambda count: HitRule(window_blocks=count), st.integers(0, 4)),
+    st.builds(lambda count: HitRule(checkpoint_blocks=count), st.integers(1, 4)),
+)
+SETS = st.frozensets(st.integers(0, NUM_BLOCKS - 1))
+
+
+def allows(rule: HitRule, has: Collection[int], depth: int) -> bool:
+    """Return whether a group with these blocks allows a hit of `depth` blocks, by the definition of its rule."""
+    if rule.checkpoint_blocks is not None:
+        return depth % rule.checkpoint_blocks == 0 and (not depth or depth - 1 in has)
+    first = 0 if rule.window_blocks is None else max(0, depth - rule.window_blocks)
+    return all(block in has for block in range(first, depth))
+
+
+@given(SETS, st.lists(st.tuples(RULES, SETS), min_size=1, max_size=3))
+@example(  # each group in turn rules out what the others leave
+    frozenset(range(NUM_BLOCKS)),
+    [(HitRule(window_blocks=1), frozenset({7, 4, 0})), (HitRule(checkpoint_blocks=2), frozenset({5, 1}))],
+)
+def test_a_hit_is_the_longest_that_every_group_allows(
+    first: frozenset[int], others: list[tuple[HitRule, frozenset[int]]]
+) -> None:
+    def packed(blocks: frozenset[int]) -> bytes:
+        return struct.pack(f"<{len(blocks)}Q", *blocks)
+
+    mirror = CachedBlocks(NUM_BLOCKS * (1 + len(others)))
+    rules = [HitRule(), *(rule for rule, _ in others)]
+    mirror.apply(BlocksCached(1, packed(first), rules=rules, groups=[GroupBlocks(packed(has)) for _, has in others]))
+    groups = [(HitRule(), first), *others]
+    depths = [depth for depth in range(NUM_BLOCKS + 1) if all(allows(rule, has, depth) for rule, has in groups)]
+    assert mirror.find(range(NUM_BLOCKS)) == FoundPrefix(max(depths))

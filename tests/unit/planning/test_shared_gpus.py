@@ -33,12 +33,33 @@ def test_engines_may_share_a_gpu_and_the_plan_recommends_mps() -> None:
     assert not any("nvidia-cuda-mps-control" in note for note in on_cpu.notes)
 
 
-def test_engines_that_share_a_gpu_with_more_memory_than_it_has_are_refused() -> None:
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_engines_that_share_a_gpu_with_more_memory_than_it_has_are_refused(num_gpus: int) -> None:
     fleets = {"unified": {"replicas": 2, "num_gpus": 0.5, "engine": {"kv_cache_memory_bytes": 30 * GB}}}
-    plan = plan_of(fleets, {}, 1)
+    plan = plan_of(fleets, {}, num_gpus)
     (refusal,) = plan.refusals
-    assert refusal.startswith("node 0: its engines take ")
-    assert refusal.endswith(" GB of its GPUs' 80.0: give those that share a GPU less KV memory")
+    assert refusal.startswith("node 0: the engines on its GPU 0 take ")
+    assert refusal.endswith(" GB of 80.0: give those that share a GPU less KV memory")
+    assert plan_of({"unified": {**fleets["unified"], "num_gpus": 0.6}}, {}, 2).refusals == [], "each has its own GPU"
+
+
+def gpus_of(fleets: dict[str, Any], num_gpus: int) -> list[tuple[int, int | None]]:
+    return [(rank.node, rank.gpu) for rank in plan_of(fleets, {}, num_gpus).ranks]
+
+
+def test_shares_of_a_gpu_are_placed_as_ray_places_them() -> None:
+    """Fill a GPU before the next one: a share is never divided between two."""
+    assert gpus_of({"unified": {"replicas": 2, "num_gpus": 0.5}}, 2) == [(0, 0), (0, 0)]
+    assert gpus_of({"unified": {"replicas": 5, "num_gpus": 0.4}}, 2) == [(0, 0), (0, 0), (0, 1), (0, 1), (1, 0)]
+    assert gpus_of({"unified": {"replicas": 10, "num_gpus": 0.1}}, 1) == [(0, 0)] * 10
+    mixed = {"unified": {"num_gpus": 0.7}, "prefill": {"num_gpus": 0.5}, "decode": {"num_gpus": 0.3}}
+    assert gpus_of(mixed, 2) == [(0, 0), (0, 1), (0, 0)]
+    assert gpus_of({"unified": {"num_gpus": 0.5}, "prefill": {}, "decode": {"num_gpus": 2}}, 3) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+    ]
+    assert gpus_of({"unified": {"num_gpus": 0}}, 2) == [(0, None)]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from baton.cluster.contracts import Role
 from baton.cluster.spec import Reservations, load_spec
+from baton.cluster.spec.reservations import num_gpus
 
 
 @pytest.mark.slow
@@ -112,3 +113,28 @@ def test_an_autoscaled_fleet_starts_with_its_replicas(model: str) -> None:
     fleets = {"unified": {"min_replicas": 1, "max_replicas": 3, "replicas": 2}}
     spec = load_spec({"model": model, "fleets": fleets, "autoscaling": {}})
     assert spec.fleets.present[Role.UNIFIED].first_replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("amounts", "needed"),
+    [
+        ([], 0),
+        ([0, 0], 0),
+        ([2, 1], 3),
+        ([0.5, 0.5], 1),
+        ([0.4] * 5, 3),
+        ([0.6] * 3, 3),
+        ([0.1] * 10, 1),
+        ([0.3333] * 3, 1),
+        ([0.5, 0.4, 0.6, 0.5], 2),
+        ([0.7, 0.5, 0.3, 1], 3),
+    ],
+)
+def test_a_share_of_a_gpu_is_on_a_single_one(amounts: list[float], needed: float) -> None:
+    assert num_gpus(amounts) == needed
+
+
+def test_shares_that_fit_only_in_sum_are_missing_a_gpu(model: str) -> None:
+    spec = load_spec({"model": model, "fleets": {"unified": {"replicas": 5, "num_gpus": 0.4}}})
+    assert "3 GPUs to reserve for 5 ranks, the cluster has 2" in Reservations(spec, 2).missing_gpus()
+    assert Reservations(spec, 3).missing_gpus() == ""
