@@ -12,15 +12,7 @@ chance q and adds t seconds, raises that rate if
 
 Nothing is learnt about drafts that are not tried. So a request without drafts gets one now and then, less often each
 time that it was wrong; so does the whole batch while the threshold is 1, and soon when a request comes with a
-prediction. An account bounds what this may cost:
-
-    each step      + `ALLOWANCE` of its time
-    with drafts    - its time beyond that of steps without drafts for as many tokens
-
-The account starts with the time of `LOAN_STEPS` steps, which is also its maximum. While it is negative there are no
-drafts. So speculation makes n steps longer by no more than `ALLOWANCE` + (`LOAN_STEPS` + steps in flight) / n, however
-wrong the estimates are, except that of the time without drafts: all else is compared with it. So that it stays right,
-`_RESTS` steps without drafts follow `MOST_IN_A_ROW` with drafts, and fewer while it rests on few measurements.
+prediction (`pauses`). An `account` bounds what this may cost: while it is negative there are no drafts.
 
 A step that something else delayed makes drafts look dear, and only drafts can correct that. So a try waits until the
 account holds its estimated cost, or `_ENOUGH_STEPS`, and `step_cost` forgets. After a few delayed steps drafts are back
@@ -35,9 +27,8 @@ prompt token. Such steps leave the account alone, as their time says nothing abo
 A drafter on the device makes guesses one step ahead. They take time even if they never become drafts. So a step whose
 time is to be measured without guesses makes none (`num_guesses_to_make`), and the account is charged with unused ones.
 A draft model that has left tokens unread meanwhile reads them in steps before, which the account is charged with, too.
-Guesses are used even if their cost has overdrawn the account: only drafts can pay for them. After such reading drafts
-may go on while the account is negative, but for no more than `_GRACE` steps that do not pay any of it back. Where a
-step makes all guesses or none, their time does not depend on the number of drafts: it is a part of T, and there are
+Guesses are used even if their cost has overdrawn the account: only drafts can pay for them, and for such reading. Where
+a step makes all guesses or none, their time does not depend on the number of drafts: it is a part of T, and there are
 drafts only if some number of them pays for it. A step with drafts has `MAX_DRAFTED_TOKENS` tokens at most. If these are
 too few, only the first requests get drafts, which must pay for all.
 
@@ -53,18 +44,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .acceptance import Acceptance, chances
+from .account import Account
 from .config import MAX_DRAFTED_TOKENS
+from .pauses import Rests, Tries
 from .step_cost import StepCost
 
-ALLOWANCE = 0.015  # share of the time that drafts may cost in vain
-LOAN_STEPS = 3.0
 _ENOUGH_STEPS = 2.0  # on the account, for a try at any cost
-MOST_IN_A_ROW = 128
-_RESTS = 2  # steps, of which only the last one counts (`step_cost`)
-_MANY = 6  # measurements of steps without drafts; with each one less, half as many steps with drafts in a row
-_GRACE = 8  # steps that may pay for what a draft model has read for drafts, and do not
-_GUESSED_AFTER = 2  # steps between such reading and the first drafts, in which guesses are made
-_MOST_ESTIMATED = 16  # steps with drafts whose time without them is only an estimate, between rests
 _LEAST_CHANCE = 0.06  # drafts with less chance are not worth it, however little they cost
 _MARGIN = 1.1  # because estimates err, and a draft takes the scheduler's time, too
 _FIRST_PRIOR = 0.6  # share of drafts that are accepted, while nothing is known
@@ -72,7 +57,6 @@ _KEPT, _WEIGHT = 0.9, 2.0  # for the acceptance of one request; `_KEPT` also for
 _KEPT_BY_ALL, _WEIGHT_OF_ALL = 0.99, 4.0
 _LONGEST_GUESSES = 4.0  # a step with guesses that took more plain steps than this was delayed by something else
 _FIRST_WAIT, _LONGEST_WAIT = 8, 128  # steps before a request without drafts tries one
-_FIRST_PAUSE, _LONGEST_PAUSE = 4, 2048  # steps before a batch without drafts tries them
 _REVIEWED = 8  # steps after which the threshold is computed anew, also while the batch stays as it is
 
 
@@ -106,23 +90,19 @@ class DraftLengths:
         self._guesses_ahead = guesses_ahead
         self._guesses_most = guesses_most
         self._cost = StepCost()
+        self._account = Account()
+        self._tries = Tries()
+        self._rests = Rests()
         self._by_all = Acceptance(most, _KEPT_BY_ALL, _WEIGHT_OF_ALL)
         self._shares = self._by_all.shares_from(_FIRST_PRIOR)
         self._tried: dict[str, _Tried] = {}
         self._prompt_s, self._prompt_tokens = 0.0, 0.0  # of steps that read prompts; older ones weigh less
-        self._account_s: float | None = None  # None: no step has been measured
         self._step = 0
         self._threshold, self._limit = 1.0, 0
         self._reviewed = 0  # the step in which the threshold was computed
         self._reviewed_for = (0, False)  # its number of requests, and whether it read prompts
-        self._in_a_row = 0  # steps with drafts since the last rest
-        self._num_estimated = 0  # those of them whose time without drafts is only an estimate
-        self._num_rests = 0  # steps that are to have no drafts
         self._was_plain = False  # the newest settled step had no drafts, guesses or prompts
-        self._last_drafts, self._pause = 0, _FIRST_PAUSE
-        self._tried_requests = 0  # in the step of the last try
         self._late_step = -2  # the newest one in which a draft model reads what it has left unread
-        self._grace_ends = 0  # the last step whose drafts the account does not forbid
         self._delay_s = 0.0  # by which the newest settled step was longer, since the next one reads late
         self._guessed_step = 0  # the newest step for which the device makes guesses; the account has paid for them
         self._num_missed = 0  # requests that missed a step because of drafts in the step being settled
@@ -141,15 +121,16 @@ class DraftLengths:
 
     @property
     def _is_overdrawn(self) -> bool:
-        has_grace = self._threshold < 1 and self._step <= self._grace_ends
-        return self._account_s is not None and self._account_s < 0 and not has_grace
+        has_grace = self._threshold < 1 and self._account.has_grace(self._step)
+        return self._account.is_overdrawn and not has_grace
 
     def should_read_first(self, request_ids: Sequence[str]) -> bool:
         """Return whether a draft model should read in this step what it has left unread, for guesses to follow."""
         has_just_read = self._threshold >= 1 and self._late_step == self._step - 1
         if has_just_read or not self._num_guesses_worth_it(request_ids):
             return False
-        self._late_step, self._grace_ends = self._step, self._step + _GUESSED_AFTER + _GRACE - 1
+        self._late_step = self._step
+        self._account.begin_grace(self._step)
         return True
 
     # -------------------------------------------------------------------------------- planning
@@ -170,67 +151,47 @@ class DraftLengths:
 
     def _limit_of(self, num_requests: int, num_prompt_tokens: int) -> int:
         plain_s = self._cost.plain_s(num_requests)
-        if self._is_rest_due(num_requests):
-            self._in_a_row, self._num_estimated, self._num_rests = 0, 0, _RESTS
-        self._is_measured = plain_s is None or self._num_rests > 0
-        if plain_s is None or self._account_s is None:
+        self._rests.begin_if_due(self._cost.num_plain(num_requests))
+        self._is_measured = plain_s is None or self._rests.are_left
+        if plain_s is None or not self._account.is_open:
             return 0
         kind = num_requests, num_prompt_tokens > 0
         if self._reviewed_for != kind or self._step - self._reviewed >= _REVIEWED:
             self._reviewed, self._reviewed_for = self._step, kind
             self._threshold = self._threshold_of(*kind, plain_s)
-        if self._num_rests:
-            self._num_rests -= 1
+        if self._rests.take():
             return 0
         if self._is_overdrawn and self._guessed_step != self._step:
             return 0
         if self._threshold < 1:
-            self._pause = _FIRST_PAUSE
+            self._tries.soon()
             return self._most
         return 0 if num_prompt_tokens else self._try_all(num_requests, plain_s)
-
-    def _is_rest_due(self, num_requests: int) -> bool:
-        num_plain = self._cost.num_plain(num_requests)
-        if num_plain:
-            return self._in_a_row >= MOST_IN_A_ROW >> max(0, _MANY - num_plain)
-        return self._num_estimated >= _MOST_ESTIMATED
 
     def _try_all(self, num_requests: int, plain_s: float) -> int:
         """Give every request one draft that does not look worth it, if the last try was long ago and is paid for."""
         if self._guessed_step != self._step:
             if self._guesses_ahead or not self._may_try(num_requests, plain_s, self._step):
                 return 0
-            self._begin_try(self._step, num_requests)
+            self._tries.begin(self._step, num_requests)
         self._reviewed_for = (0, False)
         self._threshold = 0.0
         self._is_measured = True
         return 1
 
     def try_soon(self) -> None:
-        """Let the next try be soon, as for a batch that had drafts lately: its drafts may be better than those before.
-
-        The account bounds the cost of tries as ever.
-        """
-        self._pause = _FIRST_PAUSE
+        """Let the next try of the batch be soon."""
+        self._tries.soon()
 
     def _may_try(self, num_requests: int, plain_s: float, step: int) -> bool:
-        """Return whether the last drafts were long before `step`, and the account can pay for one of each request.
-
-        With half as many requests as in the last try, drafts are cheaper, and need not have been long before.
-        """
-        pause = _FIRST_PAUSE if 2 * num_requests <= self._tried_requests else self._pause
-        if step - self._last_drafts < pause or self._account_s is None or num_requests >= MAX_DRAFTED_TOKENS:
+        """Return whether a try is due in `step`, and the account can pay for one draft of each request."""
+        if not self._tries.is_due(step, num_requests) or num_requests >= MAX_DRAFTED_TOKENS:
             return False
         if step - self._late_step <= 2:  # the account has paid for it
             return True
         cost_s = num_requests * self._cost.added_s(2 * num_requests, plain_s / num_requests)
         cost_s += (self._most if self._guesses_most else 1) * self._cost.guess_s(num_requests)
-        return self._account_s >= min(cost_s, _ENOUGH_STEPS * plain_s)
-
-    def _begin_try(self, step: int, num_requests: int) -> None:
-        """Note that `step` tries drafts, and double the time until the next try."""
-        self._last_drafts, self._tried_requests = step, num_requests
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        return self._account.covers(min(cost_s, _ENOUGH_STEPS * plain_s))
 
     def _threshold_of(self, num_requests: int, has_prompts: bool, plain_s: float) -> float:
         """Return the lowest chance that is worth a draft, at the best number of drafts for each request.
@@ -280,11 +241,10 @@ class DraftLengths:
 
         `num_drafts_for` will often return fewer, and now and then more.
         """
-        if self._account_s is None or self._is_overdrawn:
+        if not self._account.is_open or self._is_overdrawn:
             return 0
         if self._threshold >= 1:
-            is_next_tried = self._step + 1 - self._last_drafts >= self._pause
-            return min(1, most) if is_next_tried else 0
+            return min(1, most) if self._tries.is_due(self._step + 1) else 0
         tried = self._tried.get(request_id)
         return most if tried is None else self._worth(tried, most, self._step + 1)
 
@@ -298,7 +258,7 @@ class DraftLengths:
             return 0
         self._guessed_step = self._step + 1
         if self._threshold >= 1:
-            self._begin_try(self._guessed_step, len(request_ids))
+            self._tries.begin(self._guessed_step, len(request_ids))
         return self._most if self._guesses_most else num_guesses
 
     def _num_guesses_worth_it(self, request_ids: Sequence[str]) -> int:
@@ -367,8 +327,6 @@ class DraftLengths:
         plain_s = self._cost.plain_s(num_requests)
         if plain_s is None:
             return
-        if self._account_s is None:
-            self._account_s = LOAN_STEPS * plain_s
         lost_s = 0.0
         if not num_drafts and (not is_plain or self._reads_late):
             lost_s = max(-delay_s, min(seconds, _LONGEST_GUESSES * plain_s) - plain_s)
@@ -378,15 +336,13 @@ class DraftLengths:
                 lost_s = max(0.0, lost_s)
                 self._cost.note_guesses(num_requests, num_guesses, lost_s)
         if num_drafts:
-            self._in_a_row += 1
-            self._num_estimated += self._cost.num_plain(num_requests) == 0
-            self._last_drafts = self._step
+            self._rests.note_drafts(is_estimated=self._cost.num_plain(num_requests) == 0)
+            self._tries.note_drafts(self._step)
             guesses_s = num_guesses * self._cost.guess_s(num_requests)
             seconds = min(seconds, self._cost.longest_s(num_requests, num_drafts, plain_s) + guesses_s)
             self._cost.note_drafts(num_requests, num_drafts, max(plain_s, seconds - guesses_s), plain_s)
             lost_s = seconds - plain_s * (num_requests + num_accepted - num_missed) / num_requests
-            self._grace_ends += lost_s < 0
-        self._account_s = min(LOAN_STEPS * plain_s, self._account_s + ALLOWANCE * seconds - lost_s)
+        self._account.note(seconds, plain_s, lost_s, has_drafts=num_drafts > 0)
 
     def observe_prompts(self, num_tokens: int, seconds: float) -> None:
         """Note the time of a step of `num_tokens` tokens, most of them of prompts."""

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.core.speculation import length
+from baton.engine.core.speculation import account
 from baton.engine.core.speculation.acceptance import Acceptance, chances
-from baton.engine.core.speculation.length import ALLOWANCE, MOST_IN_A_ROW, DraftLengths
+from baton.engine.core.speculation.account import ALLOWANCE
+from baton.engine.core.speculation.length import DraftLengths
+from baton.engine.core.speculation.pauses import MOST_IN_A_ROW
 
 from .draft_simulation import Device, compute_bound, memory_bound, simulate
 
@@ -272,7 +274,7 @@ def test_a_request_that_misses_a_step_for_its_drafts_has_them_where_more_than_on
 @pytest.mark.parametrize("sits_out", [False, True])
 def test_steps_that_requests_miss_are_paid_for(sits_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts take no time here, and all are wrong."""
-    monkeypatch.setattr(length, "LOAN_STEPS", 1.0)
+    monkeypatch.setattr(account, "LOAN_STEPS", 1.0)
     policy, limits = ready(num_requests=4), []
     for _ in range(60):
         limits.append(policy.begin_step(4))
