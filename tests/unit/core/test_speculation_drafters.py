@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from baton.engine.core.speculation import ngram
 from baton.engine.core.speculation.config import SpeculativeConfig, make_drafter
 from baton.engine.core.speculation.drafter import DraftedRequest, Drafter
 from baton.engine.core.speculation.ngram import NgramDrafter
@@ -160,6 +161,24 @@ def test_a_predicted_answer_is_guessed_from_its_first_token_on(method: str) -> N
     drafter.end("a")
     drafter.start(DraftedRequest("c", [1, 2, *prediction[20:26]]))
     assert drafter.propose("c", 4) == [], "a prediction is no answer"
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("num_other", [2, 8])
+@pytest.mark.parametrize("num_answered", [0, 4])
+def test_of_long_texts_the_last_tokens_are_searched(
+    method: str, num_other: int, num_answered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ngram, "MOST_INDEXED", 12)
+    run, others = [1, 2, 3, 4, 5], list(range(10, 10 + num_other))
+    text = [*range(100, 120), *run, *others, *run]
+    drafter = make(method)
+    drafter.start(DraftedRequest("a", text[: len(text) - num_answered], text[len(text) - num_answered :]))
+    assert drafter.propose("a", 2) == (others if num_other == 2 else [])
+    drafter.extend("a", run)
+    assert drafter.propose("a", 2) == [1, 2], "what comes later is added"
+    drafter.start(DraftedRequest("b", range(50, 70), prediction_token_ids=range(300, 320)))
+    assert drafter.propose("b", 20) == list(range(300, 312))
 
 
 def test_answers_serve_only_requests_of_their_salt() -> None:
