@@ -27,8 +27,9 @@ from .group.tp_read_group import TpReadGroup, gather
 from .handoff.coordinator import HandoffCoordinator
 from .lease_clock import ahead_of_monotonic_s, lease_now
 from .protocol.block_runs import encode_runs
-from .protocol.messages import TICKET_VERSION, LeaseKey, Ticket
+from .protocol.messages import LeaseKey
 from .protocol.stats import TransferStats
+from .protocol.ticket import TICKET_VERSION, Ticket
 from .settings import LocalEngine, PeerInfo, TransferSettings
 from .threads import ChannelThread
 from .transports import Transport

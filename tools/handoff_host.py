@@ -31,7 +31,8 @@ from baton.kv_transfer.group.tp_read_group import TpReadGroup
 from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
 from baton.kv_transfer.lease_clock import lease_now
 from baton.kv_transfer.protocol.block_runs import encode_runs
-from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket
+from baton.kv_transfer.protocol.messages import DigestMode, EngineKey, LeaseKey
+from baton.kv_transfer.protocol.ticket import TICKET_VERSION, Ticket
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
 from baton.kv_transfer.transports import Lane, PeerHandle, PeerState, Ranges, ReadHandle, ReadState
 from baton.kv_transfer.transports.common import check_ranges

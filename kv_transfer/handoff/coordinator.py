@@ -38,12 +38,12 @@ from ..protocol.messages import (
     LeaseKey,
     Message,
     Renew,
-    Ticket,
     Withdrawn,
 )
 from ..protocol.receive import ReceiveOutcome
 from ..protocol.receives import ReceiveTable
 from ..protocol.stats import TransferStats
+from ..protocol.ticket import Ticket
 from ..settings import PeerInfo, TransferSettings
 from ..transports import PeerHandle
 from .digest_check import Compared, DigestCheck, Digested

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from ..channel import Route
 from ..errors import MalformedMessage
 from ..group.tp_read_group import TpReadGroup
-from ..protocol.messages import DigestMode, EngineKey, HandshakeAccepted, HandshakeRefused, HandshakeRequest, Ticket
+from ..protocol.messages import DigestMode, EngineKey, HandshakeAccepted, HandshakeRefused, HandshakeRequest
+from ..protocol.ticket import Ticket
 from .message_router import MessageRouter
 
 SERVE_AFTER_HANDSHAKE_S = 2.0

@@ -15,7 +15,8 @@ import numpy as np
 from baton.engine.core.connector import TransferId
 
 from .block_runs import BlockNumbers
-from .messages import Claim, Digests, ReaderKey, Renew, Ticket
+from .messages import Claim, Digests, ReaderKey, Renew
+from .ticket import Ticket
 
 
 class ReceiveState(enum.Enum):

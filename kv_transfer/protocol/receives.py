@@ -39,10 +39,10 @@ from .messages import (
     ReaderKey,
     SendToHolder,
     StopReading,
-    Ticket,
     Withdrawn,
 )
 from .receive import RECEIVE_TABLE, Reaction, Receive, ReceiveEvent, ReceiveOutcome, ReceiveState, ReceiveTimeouts
+from .ticket import Ticket
 
 
 class ReceiveTable:

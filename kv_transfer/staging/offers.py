@@ -15,7 +15,7 @@ import msgspec
 from baton.engine.core.connector import ConnectorEvent, Offer, OfferEnded, OfferOutcome, TransferId
 
 from ..connector import TransferConnector
-from ..protocol.messages import Ticket
+from ..protocol.ticket import Ticket
 from .copy_thread import CopyThread
 from .slots import SlotPool, TransferIds
 

@@ -16,7 +16,8 @@ from baton.engine.core.layout import KVLayout
 from baton.engine.core.regions import ArenaRegion, CacheRegion
 from baton.kv_transfer.connector import TransferSettings, TransferStats
 from baton.kv_transfer.protocol.block_runs import encode_runs
-from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket
+from baton.kv_transfer.protocol.messages import DigestMode, EngineKey, LeaseKey
+from baton.kv_transfer.protocol.ticket import TICKET_VERSION, Ticket
 from baton.kv_transfer.settings import LocalEngine
 from baton.kv_transfer.staging.host_buffer import HostBufferConnector
 

@@ -26,7 +26,8 @@ from baton.kv_transfer.connector import PeerInfo, TransferConnector, TransferSet
 from baton.kv_transfer.errors import TransferThreadDied, TransportError
 from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
 from baton.kv_transfer.protocol.block_runs import encode_runs
-from baton.kv_transfer.protocol.messages import TICKET_VERSION, DigestMode, EngineKey, LeaseKey, Ticket
+from baton.kv_transfer.protocol.messages import DigestMode, EngineKey, LeaseKey
+from baton.kv_transfer.protocol.ticket import TICKET_VERSION, Ticket
 from baton.kv_transfer.settings import LocalEngine
 
 from .connector_cases import QUICK, SMALL, wait_until

@@ -23,7 +23,8 @@ from baton.engine.core.sampling import SamplingParams
 from baton.engine.net.curve import ClusterKey
 from baton.kv_transfer.connector import TransferSettings
 from baton.kv_transfer.errors import NotRegistrable, TransportError
-from baton.kv_transfer.protocol.messages import DigestMode, Ticket
+from baton.kv_transfer.protocol.messages import DigestMode
+from baton.kv_transfer.protocol.ticket import Ticket
 from baton.kv_transfer.settings import LocalEngine
 from baton.kv_transfer.staging import host_buffer
 from baton.kv_transfer.staging.host_buffer import HostBufferConnector, open_connector

@@ -18,16 +18,15 @@ from baton.kv_transfer.group.rank_reader import RankReader, group_metadata
 from baton.kv_transfer.handoff import peers
 from baton.kv_transfer.protocol.block_runs import encode_runs
 from baton.kv_transfer.protocol.messages import (
-    TICKET_VERSION,
     DigestMode,
     EngineKey,
     HandshakeAccepted,
     HandshakeRequest,
     LeaseKey,
-    Ticket,
     decode,
     encode,
 )
+from baton.kv_transfer.protocol.ticket import TICKET_VERSION, Ticket
 from baton.kv_transfer.transports.opening import open_transport
 
 from ...helpers.process_context import FORKING

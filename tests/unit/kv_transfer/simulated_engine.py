@@ -27,9 +27,9 @@ from baton.kv_transfer.group.read_member import read_member
 from baton.kv_transfer.group.rpc import GroupMember
 from baton.kv_transfer.group.tp_read_group import gather
 from baton.kv_transfer.handoff.coordinator import HandoffCoordinator
-from baton.kv_transfer.protocol import messages
 from baton.kv_transfer.protocol.block_runs import encode_runs
-from baton.kv_transfer.protocol.messages import EngineKey, LeaseKey, ReaderKey, Ticket
+from baton.kv_transfer.protocol.messages import EngineKey, LeaseKey, ReaderKey
+from baton.kv_transfer.protocol.ticket import TICKET_VERSION, Ticket
 from baton.kv_transfer.settings import PeerInfo, TransferSettings
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Engine:
         last_block = tuple(blocks[-1:]) if replaces and num_written < num_blocks else ()
         listed = [*blocks[:-1], self.world.rng.randrange(NUM_BLOCKS)] if last_block else blocks
         ticket = Ticket(
-            messages.TICKET_VERSION,
+            TICKET_VERSION,
             key,
             self.channel.address,
             self.info.fingerprint,

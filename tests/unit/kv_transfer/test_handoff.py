@@ -11,13 +11,8 @@ from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome
 from baton.engine.core.layout import KVLayout
 from baton.kv_transfer.pacing import POLL_SERVING_S
 from baton.kv_transfer.protocol.block_runs import BlockRun, encode_runs
-from baton.kv_transfer.protocol.messages import (
-    TICKET_VERSION,
-    DigestMode,
-    EngineKey,
-    LeaseKey,
-    Ticket,
-)
+from baton.kv_transfer.protocol.messages import DigestMode, EngineKey, LeaseKey
+from baton.kv_transfer.protocol.ticket import TICKET_VERSION, Ticket
 from baton.kv_transfer.transports import ByteRange, ReadState
 
 from ...helpers.fake_transport import FakeTransport

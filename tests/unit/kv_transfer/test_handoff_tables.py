@@ -12,7 +12,6 @@ from baton.engine.core.connector import BlocksReleased, OfferEnded, OfferOutcome
 from baton.kv_transfer.protocol.block_runs import encode_runs
 from baton.kv_transfer.protocol.leases import LEASE_TABLE, LeaseEvent, LeaseReply, LeaseRow, LeaseState, LeaseTable
 from baton.kv_transfer.protocol.messages import (
-    TICKET_VERSION,
     AbortRead,
     Action,
     AskDigests,
@@ -33,7 +32,6 @@ from baton.kv_transfer.protocol.messages import (
     SendToHolder,
     SendToReader,
     StopReading,
-    Ticket,
     Withdrawn,
 )
 from baton.kv_transfer.protocol.receive import (
@@ -45,6 +43,7 @@ from baton.kv_transfer.protocol.receive import (
     ReceiveTimeouts,
 )
 from baton.kv_transfer.protocol.receives import ReceiveTable
+from baton.kv_transfer.protocol.ticket import TICKET_VERSION, Ticket
 
 PAGE = Path(__file__).parents[3] / "docs/concepts/handoff.md"
 HOLDER, ME = EngineKey("prefill", 1), EngineKey("decode", 2)

@@ -15,7 +15,6 @@ from baton.kv_transfer.protocol.block_runs import ARRAY_RUNS, MAX_BLOCKS, BlockR
 from baton.kv_transfer.protocol.messages import (
     DIGEST_BLOCKS,
     MAX_DIGESTS_BYTES,
-    TICKET_VERSION,
     AbortRead,
     AskDigests,
     Claim,
@@ -32,11 +31,11 @@ from baton.kv_transfer.protocol.messages import (
     LeaseKey,
     ReaderKey,
     Renew,
-    Ticket,
     Withdrawn,
     decode,
     encode,
 )
+from baton.kv_transfer.protocol.ticket import TICKET_VERSION, Ticket
 
 PREFILL, DECODE = EngineKey("prefill-0", 2**62), EngineKey("decode-0", 7)
 LEASE, READER = LeaseKey(PREFILL, "request", 3, 12), ReaderKey(DECODE, 5)

@@ -8,7 +8,6 @@ import pytest
 from baton.engine.core.connector import BlocksReleased, Received, ReceiveFailed
 from baton.kv_transfer.protocol.block_runs import encode_runs
 from baton.kv_transfer.protocol.messages import (
-    TICKET_VERSION,
     AbortRead,
     Action,
     AskDigests,
@@ -28,11 +27,11 @@ from baton.kv_transfer.protocol.messages import (
     Renew,
     SendToHolder,
     StopReading,
-    Ticket,
     Withdrawn,
 )
 from baton.kv_transfer.protocol.receive import ReceiveState, ReceiveTimeouts
 from baton.kv_transfer.protocol.receives import ReceiveTable
+from baton.kv_transfer.protocol.ticket import TICKET_VERSION, Ticket
 
 HOLDER, ME = EngineKey("prefill", 1), EngineKey("decode", 2)
 LEASE, READER = LeaseKey(HOLDER, "request", 0, 5), ReaderKey(ME, 1)
