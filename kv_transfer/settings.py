@@ -15,7 +15,7 @@ from baton.engine.strict_model import MOST_BYTES, MOST_TOKENS, StrictModel
 
 from .affinity import ANY_CPU, NEAR_DEVICE, parse_cpus
 from .protocol.messages import MAX_LEASE_S, DigestMode, EngineKey
-from .protocol.receive import ReceiveTimeouts
+from .protocol.receive_rules import ReceiveTimeouts
 
 SHORTEST_STALL_S = 2.0  # a batch takes as long at 1 Gbit/s; a thread of a busy machine waits less for the CPU
 SAVE_S = 5.0

@@ -16,7 +16,7 @@ from baton.engine.core.connector import OfferOutcome
 from baton.engine.core.messages import EngineStats
 from baton.engine.core.speculation.stats import SpeculationStats
 from baton.engine.core.tiers import TierStats
-from baton.kv_transfer.protocol.receive import ReceiveOutcome
+from baton.kv_transfer.protocol.receive_rules import ReceiveOutcome
 from baton.kv_transfer.protocol.stats import TransferStats
 from baton.kv_transfer.tiers.tier_index import Loss
 

@@ -40,7 +40,7 @@ from ..protocol.messages import (
     Renew,
     Withdrawn,
 )
-from ..protocol.receive import ReceiveOutcome
+from ..protocol.receive_rules import ReceiveOutcome
 from ..protocol.receives import ReceiveTable
 from ..protocol.stats import TransferStats
 from ..protocol.ticket import Ticket

@@ -41,7 +41,8 @@ from .messages import (
     StopReading,
     Withdrawn,
 )
-from .receive import RECEIVE_TABLE, Reaction, Receive, ReceiveEvent, ReceiveOutcome, ReceiveState, ReceiveTimeouts
+from .receive import Receive
+from .receive_rules import RECEIVE_TABLE, Reaction, ReceiveEvent, ReceiveOutcome, ReceiveState, ReceiveTimeouts
 from .ticket import Ticket
 
 

@@ -19,7 +19,8 @@ from baton.kv_transfer.handoff.peers import Peers
 from baton.kv_transfer.handoff.reads import BlockReads
 from baton.kv_transfer.protocol.leases import LEASE_TABLE, LeaseEvent, LeaseRow, LeaseState, LeaseTable
 from baton.kv_transfer.protocol.messages import DigestMode, Emit
-from baton.kv_transfer.protocol.receive import Receive, ReceiveState
+from baton.kv_transfer.protocol.receive import Receive
+from baton.kv_transfer.protocol.receive_rules import ReceiveState
 from baton.kv_transfer.protocol.receives import ReceiveTable
 
 from .handoff_machine import ALONE, GROUPS, HandoffMachine, run

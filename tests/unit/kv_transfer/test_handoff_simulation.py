@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from baton.engine.core.connector import OfferOutcome
-from baton.kv_transfer.protocol.receive import ReceiveOutcome
+from baton.kv_transfer.protocol.receive_rules import ReceiveOutcome
 
 from .handoff_machine import NUM_EXAMPLES, HandoffMachine, run
 from .simulated_engine import Engine, Violation

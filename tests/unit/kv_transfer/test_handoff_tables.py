@@ -34,7 +34,7 @@ from baton.kv_transfer.protocol.messages import (
     StopReading,
     Withdrawn,
 )
-from baton.kv_transfer.protocol.receive import (
+from baton.kv_transfer.protocol.receive_rules import (
     RECEIVE_TABLE,
     Reaction,
     ReceiveEvent,

@@ -12,6 +12,7 @@ import pytest
 
 from baton.kv_transfer.channel import MAX_MESSAGE_BYTES
 from baton.kv_transfer.codec import MAX_REASON_CHARS, encode
+from baton.kv_transfer.errors import MalformedMessage
 from baton.kv_transfer.group import read_messages, rpc
 from baton.kv_transfer.group.rank_reader import RankMemory
 from baton.kv_transfer.group.read_messages import MAX_ORDER_BLOCKS, READS
@@ -105,6 +106,6 @@ def test_orders_for_a_long_prompt_have_room_to_spare() -> None:
 def _is_refused(decode, data: bytes) -> bool:
     try:
         decode(data)
-    except messages.MalformedMessage:
+    except MalformedMessage:
         return True
     return False

@@ -29,7 +29,7 @@ from baton.kv_transfer.protocol.messages import (
     StopReading,
     Withdrawn,
 )
-from baton.kv_transfer.protocol.receive import ReceiveState, ReceiveTimeouts
+from baton.kv_transfer.protocol.receive_rules import ReceiveState, ReceiveTimeouts
 from baton.kv_transfer.protocol.receives import ReceiveTable
 from baton.kv_transfer.protocol.ticket import TICKET_VERSION, Ticket
 
