@@ -154,15 +154,8 @@ class Drafting:
 
         Each request uses them as drafts in its next step. Also returns `StepPlan.reads_from`.
         """
-        num_guesses, reads_from = self._guesses_and_reads(chunks, requests) if self._on_device else (0, None)
-        if self._lengths is not None:
-            self._lengths.planned(
-                has_prompts=any(chunk.num_tokens > 1 + chunk.num_drafts for chunk in reversed(chunks)),
-                reads_late=reads_from is not None and not num_guesses,
-            )
-        return num_guesses, reads_from
-
-    def _guesses_and_reads(self, chunks: Sequence[Chunk], requests: Sequence[Request]) -> tuple[int, int | None]:
+        if not self._on_device:
+            return 0, None
         drawn = [request for chunk, request in zip(chunks, requests, strict=True) if chunk.samples]
         asking = [request for request in drawn if request.may_go_on and not request.is_constrained]
         num_guesses, reads_from = self.most if asking else 0, None
@@ -178,6 +171,11 @@ class Drafting:
             for request in requests[: reads_from or 0]:
                 request.num_guesses = 0  # they would be arbitrary
         return num_guesses, reads_from
+
+    def planned(self, *, has_prompts: bool, reads_late: bool) -> None:
+        """Note of the step just planned whether it reads prompts, and `StepPlan.reads_late`."""
+        if self._lengths is not None:
+            self._lengths.planned(has_prompts=has_prompts, reads_late=reads_late)
 
     def _plan_reads(
         self,

@@ -156,6 +156,8 @@ class StepBuilder:
             num_guesses=num_guesses,
             reads_from=reads_from,
         )
+        if drafting is not None:
+            drafting.planned(has_prompts=bool(self._longer), reads_late=plan.reads_late)
         return plan, requests
 
 
