@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from baton.cluster.contracts import Role
 from baton.cluster.engines.launch import assign_ranks
 from baton.cluster.spec import FleetSpec, Reservations
+from baton.cluster.spec.reservations import WHOLE_GPU
 
 from .sizing import GB
-
-_ROUNDING = 1e-4  # shares of a GPU that are smaller do not count: Ray counts to four decimals
 
 
 @dataclass(frozen=True)
@@ -54,34 +53,28 @@ def find_too_large_for_a_node(spec: FleetSpec, machines: Machines) -> Iterator[s
 
 
 class _Node:
-    """The GPUs of a node, and which share of each is not reserved."""
+    """The GPUs of a node, and which share of each is not reserved, in ten-thousandths."""
 
     def __init__(self, num_gpus: int) -> None:
-        self._free = [1.0] * num_gpus
-        self._left = float(num_gpus)  # of all together
+        self._free = [WHOLE_GPU] * num_gpus
 
     def capacity(self, each: float) -> int:
         """Return how many more bundles of `each` GPUs fit: a share is on a single GPU, above 1 they are whole."""
-        if self._left + _ROUNDING < each:
-            return 0
         if each < 1:
-            return sum(int((free + _ROUNDING) / each) for free in self._free)
-        return int(len(self._fitting(each)) / each)
+            return sum(free // round(each * WHOLE_GPU) for free in self._free)
+        return self._free.count(WHOLE_GPU) // int(each)
 
     def take(self, each: float) -> int:
         """Take the GPUs of one bundle, which must fit. Returns the first one's number.
 
         As Ray does, put a share on the GPU that has the least left.
         """
-        gpus = self._fitting(each)
-        taken = [min(gpus, key=lambda gpu: self._free[gpu])] if each < 1 else gpus[: int(each)]
+        share = min(round(each * WHOLE_GPU), WHOLE_GPU)
+        fitting = [gpu for gpu, free in enumerate(self._free) if free >= share]
+        taken = [min(fitting, key=lambda gpu: self._free[gpu])] if each < 1 else fitting[: int(each)]
         for gpu in taken:
-            self._free[gpu] -= min(each, 1.0)
-        self._left -= each
+            self._free[gpu] -= share
         return taken[0]
-
-    def _fitting(self, each: float) -> list[int]:
-        return [gpu for gpu, free in enumerate(self._free) if free + _ROUNDING >= min(each, 1.0)]
 
 
 def place_ranks(spec: FleetSpec, machines: Machines) -> Iterator[RankPlan]:

@@ -11,7 +11,7 @@ from baton.cluster.pluralize import pluralize
 from .application import FleetSpec
 
 SMALLEST_AMOUNT = 0.001  # of a Ray resource, for bundles that must not be empty
-_WHOLE_GPU = 10_000  # Ray counts to four decimals
+WHOLE_GPU = 10_000  # Ray counts to four decimals
 REPLICA_CPUS = 0.1  # that a group's replica reserves in addition to its ranks
 
 Bundle = dict[str, float]  # Ray's resources by name
@@ -103,13 +103,13 @@ def num_gpus(amounts: Iterable[float]) -> float:
     """
     needed, left = 0.0, Counter[int]()  # how many GPUs have so many ten-thousandths left
     for amount in sorted(amounts, reverse=True):
-        share = round(amount * _WHOLE_GPU)
-        if share >= _WHOLE_GPU or not share:
+        share = round(amount * WHOLE_GPU)
+        if share >= WHOLE_GPU or not share:
             needed += amount
             continue
         free = min((free for free, count in left.items() if count and free >= share), default=None)
         if free is None:
-            needed, free = needed + 1, _WHOLE_GPU
+            needed, free = needed + 1, WHOLE_GPU
         else:
             left[free] -= 1
         left[free - share] += 1

@@ -60,6 +60,8 @@ def test_shares_of_a_gpu_are_placed_as_ray_places_them() -> None:
         (1, 0),
     ]
     assert gpus_of({"unified": {"num_gpus": 0}}, 2) == [(0, None)]
+    sliver = {"prefill": {"num_gpus": 0.0001}, "decode": {"num_gpus": 1}}
+    assert gpus_of(sliver, 1) == [(0, 0), (1, 0)], "a GPU is not whole any more"
 
 
 @pytest.mark.parametrize(
